@@ -1,0 +1,69 @@
+"""Blocks are sequences of residual steps, and the norms sit where a family puts them."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .context import Context
+from .tap import Module, tap
+
+
+class Op(Protocol):
+    """What a residual step wraps: attention, an MLP, a mixture of experts."""
+
+    def __call__(self, x: mx.array, ctx: Context) -> mx.array: ...
+
+
+Norm = Callable[[mx.array], mx.array]
+
+
+class Residual(Module):
+    """after(x + post(op(pre(x)))).
+
+    Pre-norm models use `pre`, the Transformer of 2017 and BERT `after`, OLMo 2 `post`, Gemma 2 `pre` and `post`. A
+    norm left out does nothing.
+    """
+
+    def __init__(self, op: Op, *, pre: Norm | None = None, post: Norm | None = None, after: Norm | None = None):
+        super().__init__()
+        self.op = op
+        self.pre: Norm = nn.Identity() if pre is None else pre
+        self.post: Norm = nn.Identity() if post is None else post
+        self.after: Norm = nn.Identity() if after is None else after
+
+    def delta(self, x: mx.array, ctx: Context) -> mx.array:
+        """What this step adds to the residual stream, (B, L, C)."""
+        return tap(self, "delta", self.post(self.op(self.pre(x), ctx)))
+
+    def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        return tap(self, "out", self.after(x + self.delta(x, ctx)))
+
+
+class Block(Module):
+    """Named residual steps, run in order: `Block(attn=Residual(...), mlp=Residual(...))`."""
+
+    def __init__(self, **steps: Residual):
+        super().__init__()
+        self.order = tuple(steps)
+        for name, step in steps.items():
+            setattr(self, name, step)
+
+    @property
+    def steps(self) -> list[Residual]:
+        """The steps in the order in which they run."""
+        return [self[name] for name in self.order]
+
+    def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        for step in self.steps:
+            x = step(x, ctx)
+        return tap(self, "out", x)
+
+
+class Parallel(Block):
+    """Named residual steps that all read the same input: x + delta + delta (GPT-J, GPT-NeoX, Falcon, Cohere)."""
+
+    def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        deltas = [step.delta(x, ctx) for step in self.steps]
+        return tap(self, "out", sum(deltas, x))

@@ -1,0 +1,177 @@
+"""What a model remembers between calls: one state for each stateful module, kept by the module's path.
+
+The caller owns the cache and passes it in; a model keeps nothing itself.
+"""
+
+from abc import ABC, abstractmethod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UsageError
+from .tap import Module
+
+
+class State(ABC):
+    """What one module remembers of the tokens seen so far."""
+
+    length: int = 0
+    """Tokens seen, forgotten ones included."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """Everything kept, for evaluation and for counting bytes."""
+
+    @abstractmethod
+    def trim(self, count: int) -> None:
+        """Forget the last `count` tokens; raises UsageError where what came before them is gone."""
+
+
+class KV(State):
+    """Keys (B, K, S, D) and values (B, K, S, Dv) of all tokens, in buffers that grow by `STEP` tokens.
+
+    A buffer that grew for every token would be copied for every token.
+    """
+
+    STEP = 256
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.first = 0  # position of the first token in the buffers
+        self.length = 0
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Remember the keys and values of L new tokens; returns those of every token that they may look at."""
+        start, stop = self._make_room(keys, values)
+        assert self.keys is not None and self.values is not None
+        self.keys[..., start:stop, :] = keys
+        self.values[..., start:stop, :] = values
+        since = self._oldest_for(self.length) - self.first
+        self.length += keys.shape[2]
+        return self.keys[..., since:stop, :], self.values[..., since:stop, :]
+
+    def trim(self, count: int) -> None:
+        if not 0 <= count <= self.length:
+            raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
+        self.length -= count
+
+    def _make_room(self, keys: mx.array, values: mx.array) -> tuple[int, int]:
+        """Where in the buffers the new tokens go; grows the buffers where they are full."""
+        start = self.length - self.first
+        stop = start + keys.shape[2]
+        if self.keys is None or self.values is None:
+            self.keys, self.values = _empty(keys, _rounded(stop, self.STEP)), _empty(values, _rounded(stop, self.STEP))
+        elif stop > self.keys.shape[2]:
+            kept = range(self._oldest_for(self.length) - self.first, start)
+            self.first += kept.start
+            start, stop = len(kept), len(kept) + keys.shape[2]
+            self.keys = _moved(self.keys, kept, _rounded(stop, self.STEP))
+            self.values = _moved(self.values, kept, _rounded(stop, self.STEP))
+        return start, stop
+
+    def _oldest_for(self, position: int) -> int:
+        """Position of the oldest key that a query at `position` looks at."""
+        return self.first
+
+
+class WindowKV(KV):
+    """Keys and values of as many tokens as a window of `size` needs; older ones are dropped whenever the buffer is
+    full.
+
+    Tokens stay in order, at most `STEP` more than the window and the largest chunk are kept, and a trim back to
+    what is still there works.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
+    def _oldest_for(self, position: int) -> int:
+        return max(position - self.size + 1, self.first)
+
+    def trim(self, count: int) -> None:
+        if self.first and self.length - count - self.size + 1 < self.first:
+            raise UsageError(f"cannot forget {count} tokens: a window of {self.size} has dropped what came before them")
+        super().trim(count)
+
+
+def _rounded(size: int, step: int) -> int:
+    return (size + step - 1) // step * step
+
+
+def _empty(like: mx.array, size: int) -> mx.array:
+    """Room for `size` tokens shaped as those in `like` (B, K, L, D)."""
+    return mx.zeros((*like.shape[:2], size, like.shape[3]), like.dtype)
+
+
+def _moved(buffer: mx.array, kept: range, size: int) -> mx.array:
+    """A buffer of `size` tokens that begins with those at `kept` of another one."""
+    old = buffer[..., kept.start : kept.stop, :]
+    return mx.concatenate([old, _empty(old, size - len(kept))], axis=2)
+
+
+class Stateful(Module, ABC):
+    """A module that remembers something between calls."""
+
+    @abstractmethod
+    def new_state(self) -> State:
+        """A fresh, empty state."""
+
+    @abstractmethod
+    def state_bytes(self, tokens: int, dtype: mx.Dtype) -> int:
+        """Bytes that one text of `tokens` tokens needs here if it is kept in `dtype`, room for growth left out."""
+
+
+class Cache:
+    """The states of one model for one batch of texts.
+
+    `context` is the length that the text is planned to have; only models whose positions depend on that length look
+    at it, and keys of different regimes are never mixed. `left` (B,) counts the padding in front of each row, if
+    there is any.
+    """
+
+    def __init__(self, states: dict[str, State], context: int = 0):
+        self.states = states
+        self.context = context
+        self.left: mx.array | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, context: int = 0) -> "Cache":
+        """An empty cache for `model`, whose modules must have been named."""
+        return cls({m.path: m.new_state() for m in model.modules() if isinstance(m, Stateful)}, context)
+
+    def __getitem__(self, path: str) -> State:
+        return self.states[path]
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far, padding included."""
+        return next((state.length for state in self.states.values()), 0)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Everything that is remembered."""
+        return [array for state in self.states.values() for array in state.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, room for growth included."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def trim(self, count: int) -> None:
+        """Forget the last `count` tokens in every layer, or raise UsageError and forget nothing."""
+        done = []
+        try:
+            for state in self.states.values():
+                state.trim(count)
+                done.append(state)
+        except UsageError:
+            for state in done:
+                state.length += count
+            raise

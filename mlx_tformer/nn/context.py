@@ -1,0 +1,43 @@
+"""What every layer may need besides the residual stream: where the new tokens stand, and what is remembered."""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .cache import Cache, State
+from .mask import Mask, visible
+
+
+@dataclass(frozen=True)
+class Context:
+    """One call of a model: `length` new tokens that follow the `start` tokens already in the cache."""
+
+    start: int
+    length: int
+    cache: Cache | None = None
+    left: mx.array | None = None
+    """Padding in front of each row of the batch, (B,)."""
+    context: int = 0
+    """Length of the whole text, for positions that depend on it."""
+    _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
+
+    @classmethod
+    def alone(cls, x: mx.array) -> "Context":
+        """For a layer that is called by itself on x (B, L, C)."""
+        return cls(start=0, length=x.shape[1], context=x.shape[1])
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the first new token; one for each row (B,) if the batch is padded."""
+        return self.start if self.left is None else self.start - self.left
+
+    def state(self, path: str) -> State | None:
+        """What the module at `path` remembers, or None without a cache."""
+        return None if self.cache is None else self.cache[path]
+
+    def visible(self, mask: Mask, keys: int) -> mx.array | str | None:
+        """Which of the last `keys` tokens the new ones see; layers with the same mask share the answer."""
+        if (mask, keys) not in self._masks:
+            stop = self.start + self.length
+            self._masks[mask, keys] = visible(mask, range(self.start, stop), range(stop - keys, stop), self.left)
+        return self._masks[mask, keys]

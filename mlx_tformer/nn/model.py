@@ -1,0 +1,130 @@
+"""Whole models: what surrounds a stack of blocks."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UsageError
+from .block import Block, Norm
+from .cache import Cache
+from .context import Context
+from .position import Position, Rope, Unscaled
+from .tap import Module, name_modules, tap
+
+
+class Embed(Module):
+    """Token vectors: ids (B, L) -> (B, L, C)."""
+
+    def __init__(self, vocab: int, dim: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, dim)
+        self.vocab = vocab
+
+    def __call__(self, ids: mx.array, ctx: Context) -> mx.array:
+        return tap(self, "out", self.tokens(ids))
+
+
+class Stack(Module):
+    """Blocks in order, then a norm."""
+
+    def __init__(self, layers: Sequence[Block], norm: Norm | None = None):
+        super().__init__()
+        self.layers = list(layers)
+        self.norm: Norm = nn.Identity() if norm is None else norm
+
+    def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        for layer in self.layers:
+            x = layer(x, ctx)
+        return tap(self, "out", self.norm(x))
+
+
+class LM(Module):
+    """A decoder-only language model: ids (B, L) -> logits (B, L, V). Without a `head` the embedding serves as one.
+
+    `context` is the number of tokens that its positions are made for, before any scaling stretches them (None: no limit).
+
+    >>> from mlx_tformer.nn import Attention, Block, GatedMlp, Residual
+    >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
+    >>> model = LM(Embed(100, 16), Stack([block]))
+    >>> model(mx.array([[1, 2, 3]])).shape
+    (1, 3, 100)
+    """
+
+    def __init__(self, embed: Embed, decoder: Stack, head: nn.Module | None = None, *, context: int | None = None):
+        super().__init__()
+        self.context = context
+        self.embed, self.decoder = embed, decoder
+        if head is not None:
+            self.head = head
+        self.tied = head is None
+        name_modules(self)
+
+    def __call__(
+        self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None
+    ) -> mx.array:
+        """Logits (B, L, V) of the next token after each of `ids` (B, L), which follow what `cache` remembers.
+
+        `attention_mask` (B, L) is 0 at padding, which must stand in front of the text.
+        """
+        return self.logits(self.hidden(ids, cache, attention_mask=attention_mask))
+
+    def hidden(self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None) -> mx.array:
+        """The residual stream after the last norm, (B, L, C): what `logits` reads."""
+        ctx = self._context(ids, cache, attention_mask)
+        return self.decoder(self.embed(ids, ctx), ctx)
+
+    def logits(self, x: mx.array) -> mx.array:
+        """(B, L, C) -> (B, L, V)"""
+        return tap(self, "logits", self.embed.tokens.as_linear(x) if self.tied else self.head(x))
+
+    def new_cache(self, context: int = 0) -> Cache:
+        """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call)."""
+        return Cache.of(self, context)
+
+    @property
+    def vocab(self) -> int:
+        """Ids that it knows: the rows of the embedding."""
+        return self.embed.vocab
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Tokens that it was trained on, and tokens that it can look at with its positions stretched; None: no limit."""
+        if self.context is None:
+            return None
+        scalings = [m.scaling for m in self.modules() if isinstance(m, Rope)] or [Unscaled()]
+        trained, deployed = zip(*(scaling.lengths(self.context) for scaling in scalings), strict=True)
+        return min(trained), min(deployed)
+
+    def scaled_positions(self) -> list[Position]:
+        """The positions whose scale depends on the length of the text, one of each kind; for most models there are
+        none."""
+        found = [m for m in self.modules() if isinstance(m, Position) and m.regime(2**40) != m.regime(1)]
+        return list({str(position): position for position in found}.values())
+
+    def _context(self, ids: mx.array, cache: Cache | None, attention_mask: mx.array | None) -> Context:
+        start, length = (0 if cache is None else cache.length), ids.shape[1]
+        left = None if attention_mask is None else left_padding(attention_mask, ids.shape)
+        if start and left is not None:
+            raise UsageError("attention_mask: padding after the first chunk; a decoder wants its padding in front")
+        total = start + length
+        if cache is not None:
+            cache.context = max(cache.context, total) if start == 0 else cache.context
+            cache.left = left if start == 0 else cache.left
+            left, total = cache.left, cache.context
+        return Context(start, length, cache, left, total)
+
+
+def left_padding(attention_mask: mx.array, shape: tuple[int, ...]) -> mx.array | None:
+    """Padding in front of each row, (B,), from a mask of 0 and 1 for ids of `shape` (B, L); None if there is none.
+
+    >>> print(left_padding(mx.array([[0, 0, 1], [1, 1, 1]]), (2, 3)))
+    array([2, 0], dtype=int32)
+    """
+    if attention_mask.shape != shape:
+        raise UsageError(f"attention_mask: found shape {attention_mask.shape}, expected that of the ids, {shape}")
+    real = attention_mask.astype(mx.int32)
+    if mx.any(real[:, 1:] < real[:, :-1]).item():
+        raise UsageError("attention_mask: a 0 after a 1; a decoder wants its padding in front (pad on the left)")
+    left = real.shape[1] - real.sum(axis=1)
+    return left if mx.any(left).item() else None

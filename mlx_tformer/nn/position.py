@@ -1,0 +1,256 @@
+"""How attention knows where tokens stand: here by turning queries and keys.
+
+`Rope` is Su et al. 2021 (arXiv 2104.09864). Contexts beyond the trained length need slower turning; each way to
+slow down that configs name is a small object that gives the frequencies, and some of them an amplitude for the
+turned features.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+
+from .tap import Module
+
+
+class Scaling(ABC):
+    """How the frequencies of a rotary position follow from theta and, for some, from the length of the context."""
+
+    @abstractmethod
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        """Radians per position of each pair of features, (dims / 2,), in the regime that `regime` named."""
+
+    def regime(self, context: int) -> int:
+        """A number that is the same for all lengths of context that share their frequencies; 0 while the text is
+        short."""
+        return 0
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        """Tokens trained on, and tokens reached, by a model whose config says `context` (`max_position_embeddings`)."""
+        return context, context
+
+    @property
+    def amplitude(self) -> float:
+        """What turned queries and keys are multiplied with (`attention_factor`)."""
+        return 1.0
+
+
+def plain(dims: int, theta: float) -> list[float]:
+    """theta^(-2i / dims) for i = 0 .. dims/2 - 1."""
+    return [theta ** -(i / dims) for i in range(0, dims, 2)]
+
+
+def _clip(share: float) -> float:
+    return min(max(share, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Unscaled(Scaling):
+    """The frequencies of the paper (`rope_type: default`)."""
+
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        return plain(dims, theta)
+
+    def __str__(self) -> str:
+        return "unscaled"
+
+
+@dataclass(frozen=True)
+class LinearScaling(Scaling):
+    """Positions divided by a factor (`rope_type: linear`; Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        return [f / self.factor for f in plain(dims, theta)]
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        return context, int(context * self.factor)
+
+    def __str__(self) -> str:
+        return f"linear ×{self.factor:g}"
+
+
+@dataclass(frozen=True)
+class DynamicNTK(Scaling):
+    """A theta that grows with the context once that is longer than the trained one (`rope_type: dynamic`)."""
+
+    factor: float
+    trained: int
+
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        stretch = self.factor * max(regime, self.trained) / self.trained - (self.factor - 1)
+        return plain(dims, theta * stretch ** (dims / (dims - 2)))
+
+    def regime(self, context: int) -> int:
+        return context if context > self.trained else 0
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        return self.trained, max(context, int(self.trained * self.factor))
+
+    def __str__(self) -> str:
+        return f"dynamic NTK ×{self.factor:g} beyond {self.trained}"
+
+
+@dataclass(frozen=True)
+class Yarn(Scaling):
+    """Fast pairs keep their frequency, slow ones are divided, a ramp lies between (`rope_type: yarn`; arXiv
+    2309.00071).
+
+    `fast` and `slow` are the turns within the trained length that bound the ramp (`beta_fast`, `beta_slow`), and
+    `truncate` says whether the bounds are rounded outwards to whole pairs. Without `attention_factor` the amplitude
+    follows from the factor and, where a config has both, from `mscale` and `mscale_all_dim`.
+    """
+
+    factor: float
+    trained: int
+    attention_factor: float | None = None
+    fast: float = 32.0
+    slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        low, high = self._pair(self.fast, dims, theta), self._pair(self.slow, dims, theta)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
+        ramp = [_clip((i - low) / ((high - low) or 0.001)) for i in range(dims // 2)]
+        return [f * (1 - r + r / self.factor) for f, r in zip(plain(dims, theta), ramp, strict=True)]
+
+    def _pair(self, turns: float, dims: int, theta: float) -> float:
+        """The pair that turns so often within the trained length."""
+        return dims * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    def _grown(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        return self.trained, max(context, int(self.trained * self.factor))
+
+    def __str__(self) -> str:
+        return f"YaRN ×{self.factor:g} beyond {self.trained}"
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Long waves are divided, short ones kept, those between interpolated (`rope_type: llama3`)."""
+
+    factor: float
+    low: float
+    high: float
+    trained: int
+
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        def scaled(freq: float) -> float:
+            turns = self.trained * freq / (2 * math.pi)
+            kept = _clip((turns - self.low) / (self.high - self.low))
+            return freq * (kept + (1 - kept) / self.factor)
+
+        return [scaled(freq) for freq in plain(dims, theta)]
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        return self.trained, context
+
+    def __str__(self) -> str:
+        return f"llama3 ×{self.factor:g} beyond {self.trained}"
+
+
+@dataclass(frozen=True)
+class LongRope(Scaling):
+    """One divisor for each pair: a short set while the whole context fits the trained length, a long set after
+    (`rope_type: longrope`; Ding et al. 2024, arXiv 2402.13753)."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained: int
+    factor: float
+    attention_factor: float | None = None
+
+    def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
+        return [f / d for f, d in zip(plain(dims, theta), self.long if regime else self.short, strict=True)]
+
+    def regime(self, context: int) -> int:
+        return int(context > self.trained)
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.trained))
+
+    def lengths(self, context: int) -> tuple[int, int]:
+        return self.trained, context
+
+    def __str__(self) -> str:
+        return f"longrope ×{self.factor:g} beyond {self.trained}"
+
+
+@lru_cache(maxsize=64)
+def periods(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.array:
+    """What `mx.fast.rope` calls freqs: positions per radian, (dims / 2,) in float32; layers share one table."""
+    return mx.array([1 / freq for freq in scaling.frequencies(dims, theta, regime)], dtype=mx.float32)
+
+
+class Position(Module):
+    """Where tokens stand, told by turning queries and keys. This base does nothing: NoPE."""
+
+    def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
+        """Turn x (B, H, L, D), whose first token stands at `offset` (one for all rows, or (B,)).
+
+        `context` is the length of the whole text, on which the frequencies of some scalings depend.
+        """
+        return x
+
+    def regime(self, context: int) -> int:
+        """Equal numbers mean that keys rotated for one context are right for the other."""
+        return 0
+
+    def __str__(self) -> str:
+        return "none"
+
+
+class Rope(Position):
+    """Rotary positions on the first `dims` features of each head.
+
+    Features i and i + dims/2 turn together; if `interleaved`, features 2i and 2i + 1 do (GPT-J's order).
+    """
+
+    def __init__(self, dims: int, theta: float = 10000.0, scaling: Scaling | None = None, *, interleaved: bool = False):
+        super().__init__()
+        if dims < 2 or dims % 2:
+            raise ValueError(f"rotary dims: found {dims}, expected an even number of 2 or more")
+        self.dims, self.theta, self.interleaved = dims, theta, interleaved
+        self.scaling = Unscaled() if scaling is None else scaling
+
+    def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
+        table = periods(self.scaling, self.dims, self.theta, self.regime(context))
+        if self.scaling.amplitude != 1.0:
+            x = self._amplified(x)
+        return mx.fast.rope(
+            x, self.dims, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=table
+        )
+
+    def _amplified(self, x: mx.array) -> mx.array:
+        if self.dims == x.shape[-1]:
+            return x * self.scaling.amplitude
+        turned, rest = mx.split(x, [self.dims], axis=-1)
+        return mx.concatenate([turned * self.scaling.amplitude, rest], axis=-1)
+
+    def regime(self, context: int) -> int:
+        return self.scaling.regime(context)
+
+    def __str__(self) -> str:
+        order = ", interleaved" if self.interleaved else ""
+        return f"rotary on {self.dims} features, theta {self.theta:g}, {self.scaling}{order}"

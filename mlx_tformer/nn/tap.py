@@ -1,0 +1,78 @@
+"""The seam for watchers: every activation with a name passes through `tap` on its way.
+
+A module offers its activations with `tap(self, "pattern", value)`. Nobody listens most of the time, and then a tap
+is one look at a context variable: it adds no node to the graph and changes nothing. A watcher is told the path of
+the activation (`decoder.layers.3.attn.op.pattern`) and may put another value in its place.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class Module(nn.Module):
+    """An MLX module that knows where it stands in the model: `decoder.layers.3.attn.op`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = ""
+
+
+def name_modules(model: nn.Module) -> None:
+    """Tell each `Module` below `model` its path; done once, when a model is complete."""
+    for path, module in model.named_modules():
+        if isinstance(module, Module):
+            module.path = path
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """A glob over activation paths, and what to do with a match: return None to keep the value, or a new one."""
+
+    pattern: str
+    see: Callable[[str, mx.array], mx.array | None]
+
+    def wants(self, path: str) -> bool:
+        """True if `path` is one that this watcher asked for."""
+        return fnmatchcase(path, self.pattern)
+
+
+_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
+
+
+def wanted(module: Module, name: str) -> bool:
+    """True if somebody watches this activation; asked before computing one that is not needed otherwise."""
+    return any(watcher.wants(f"{module.path}.{name}") for watcher in _watchers.get())
+
+
+def tap(module: Module, name: str, value: mx.array) -> mx.array:
+    """Offer an activation to the watchers; returns it, or what a watcher put in its place."""
+    for watcher in _watchers.get():
+        path = f"{module.path}.{name}"
+        if watcher.wants(path):
+            changed = watcher.see(path, value)
+            value = value if changed is None else changed
+    return value
+
+
+@contextmanager
+def watch(pattern: str, see: Callable[[str, mx.array], mx.array | None]) -> Iterator[None]:
+    """Call `see(path, value)` on every activation whose path matches `pattern` inside the block.
+
+    >>> from mlx_tformer.nn import GatedMlp
+    >>> seen = []
+    >>> with watch("*.hidden", lambda path, value: seen.append((path, value.shape))):
+    ...     _ = GatedMlp(8, 16)(mx.zeros((1, 3, 8)))
+    >>> seen
+    [('.hidden', (1, 3, 16))]
+    """
+    token = _watchers.set((*_watchers.get(), Watcher(pattern, see)))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
