@@ -1,0 +1,302 @@
+"""What a family reads from `config.json`: checked when it is read, and every reading recorded.
+
+Recording is what makes an unknown setting an error: when the model is built, a key that nobody read and that is not
+on the list of harmless ones could change the mathematics, and `finish` refuses it by name. Dialects end here:
+transformers 4 wrote `rope_theta` and `rope_scaling`, 5 writes `rope_parameters`, and a null is the same as a key
+that is not there.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import BadInput
+from .nn import ACTIVATIONS, DynamicNTK, LinearScaling, Llama3, LongRope, Rope, Scaling, Unscaled, Yarn
+
+MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, in words and as a test."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+SIZE = Rule("a whole number of 1 or more", _is_size)
+LAYERS = Rule(f"a whole number from 1 to {MOST_LAYERS}", lambda v: _is_size(v) and v <= MOST_LAYERS)
+COUNT = Rule("a whole number of 0 or more", lambda v: _is_size(v) or (v == 0 and not isinstance(v, bool)))
+POSITIVE = Rule("a number above 0", lambda v: _is_number(v) and v > 0)
+ABOVE_ONE = Rule("a number above 1", lambda v: _is_number(v) and v > 1)
+FLAG = Rule("true or false", lambda v: isinstance(v, bool))
+NUMBERS = Rule("a list of numbers above 0", lambda v: isinstance(v, list) and all(_is_number(x) and x > 0 for x in v))
+ACTIVATION = Rule(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
+LAYER_TYPES = Rule(
+    "a list of full_attention and sliding_attention",
+    lambda v: isinstance(v, list) and set(v) <= {"full_attention", "sliding_attention"},
+)
+
+RULES: dict[str, Rule] = {
+    "attention_bias": FLAG,
+    "head_dim": SIZE,
+    "hidden_act": ACTIVATION,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "layer_types": LAYER_TYPES,
+    "max_position_embeddings": SIZE,
+    "max_window_layers": COUNT,
+    "mlp_bias": FLAG,
+    "num_attention_heads": SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": SIZE,
+    "original_max_position_embeddings": SIZE,
+    "rms_norm_eps": POSITIVE,
+    "rope_theta": ABOVE_ONE,
+    "sliding_window": SIZE,
+    "tie_word_embeddings": FLAG,
+    "use_sliding_window": FLAG,
+    "vocab_size": SIZE,
+}
+"""What a key that families read must hold. A family that reads a new key adds it here."""
+
+# fmt: off
+HARMLESS = frozenset(
+    {
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+        "_from_model_config", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "auto_map",
+        "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",
+        "cross_attention_hidden_size", "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id",
+        "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+        "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+        "max_position_embeddings", "mlx_tformer", "model_type", "output_attentions", "output_hidden_states",
+        "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
+        "resid_pdrop", "return_dict", "sep_token_id", "suppress_tokens", "task_specific_params", "tf_legacy_loss",
+        "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
+        "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
+    }
+)
+# fmt: on
+"""Keys that cannot change what a decoder computes: training, bookkeeping, tokens and labels."""
+
+ROPE_KEYS = {
+    "theta": ABOVE_ONE,
+    "factor": POSITIVE,
+    "attention_factor": POSITIVE,
+    "beta_fast": POSITIVE,
+    "beta_slow": POSITIVE,
+    "mscale": POSITIVE,
+    "mscale_all_dim": POSITIVE,
+    "truncate": FLAG,
+    "short_factor": NUMBERS,
+    "long_factor": NUMBERS,
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "original_max_position_embeddings": SIZE,
+    "rope_theta": ABOVE_ONE,
+    "partial_rotary_factor": Rule("a number above 0, at most 1", lambda v: _is_number(v) and 0 < v <= 1),
+}
+
+
+class Config:
+    """A checkpoint's config, read by a family: `c["hidden_size"]`, `c.get("head_dim", 64)`, `c.rope(64)`.
+
+    >>> c = Config({"model_type": "llama", "hidden_size": -64, "colour": "red", "dtype": None})
+    >>> c["hidden_size"]
+    Traceback (most recent call last):
+    mlx_tformer.errors.BadInput: config.json: hidden_size: found -64, expected a whole number of 1 or more
+    >>> c.finish()
+    Traceback (most recent call last):
+    mlx_tformer.errors.BadInput: config.json: colour: found 'red', a setting that llama does not know
+    """
+
+    def __init__(self, values: dict[str, Any], file: str = "config.json"):
+        self.values, self.file = values, file
+        self._read: set[str] = set()
+        self._absent: dict[str, Any] = {}
+
+    def taking(self, absent: dict[str, Any]) -> "Config":
+        """The same config, in which a key that is not there means what `absent` says; a null does not."""
+        other = Config(self.values, self.file)
+        other._read, other._absent = self._read, absent
+        return other
+
+    @property
+    def model_type(self) -> str:
+        """Which family this is a config of."""
+        found = self.values.get("model_type")
+        if not isinstance(found, str):
+            raise self.wrong("model_type", "the name of a family")
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key that has to be there."""
+        found = self.get(key)
+        if found is None:
+            raise BadInput(f"missing, expected {RULES[key].expected}", file=self.file, field=key)
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; where it is left out what the family's class takes, and else `default`."""
+        self._read.add(key)
+        found = self.values.get(key, self._absent.get(key))
+        if found is None:
+            return default
+        if not RULES[key].holds(found):
+            raise self.wrong(key, RULES[key].expected)
+        return found
+
+    def wrong(self, key: str, expected: str) -> BadInput:
+        """The error for a value that is not as expected."""
+        if key not in self.values:
+            return BadInput(f"missing, expected {expected}", file=self.file, field=key)
+        return BadInput(f"found {_short(self.values[key])}, expected {expected}", file=self.file, field=key)
+
+    def finish(self) -> None:
+        """Raise BadInput for the settings that nobody read and that could matter."""
+        left = {k: v for k, v in self.values.items() if k not in self._read | HARMLESS and v is not None}
+        if not left:
+            return
+        first, *others = left
+        more = f" (and {', '.join(others)})" if others else ""
+        problem = f"found {_short(left[first])}, a setting that {self.model_type} does not know{more}"
+        raise BadInput(problem, file=self.file, field=first)
+
+    def rope(self, head_dim: int, *, layer_type: str | None = None, interleaved: bool = False) -> Rope:
+        """The rotary position that the config asks for, from either dialect; `layer_type` picks one where there are
+        several."""
+        table = self._rope_table(layer_type)
+        dims = int(head_dim * table.get("partial_rotary_factor", 1.0))
+        if dims < 2 or dims % 2:
+            raise BadInput(f"found {dims} rotary features, expected an even number", file=self.file, field="head_dim")
+        return Rope(dims, table.get("rope_theta", 10000.0), self._scaling(table, dims), interleaved=interleaved)
+
+    def _rope_table(self, layer_type: str | None) -> dict[str, Any]:
+        """What is said about rotary positions, wherever it stands, in the words of transformers 5."""
+        self._read |= {"rope_parameters", "rope_scaling", "partial_rotary_factor", "rope_theta"}
+        new, old = self.values.get("rope_parameters"), self.values.get("rope_scaling")
+        if new and old and new != old:
+            raise BadInput("differs from rope_parameters; expected one of them", file=self.file, field="rope_scaling")
+        self.rope_field = "rope_parameters" if new else "rope_scaling"
+        table = new or old or {}
+        if isinstance(table, dict) and layer_type in table:
+            table = table[layer_type] or {}
+        if not isinstance(table, dict):
+            raise self.wrong(self.rope_field, "an object")
+        around = {k: self.values.get(k) for k in ("rope_theta", "partial_rotary_factor")}
+        merged = {k: v for k, v in {**around, **table}.items() if v is not None}
+        for key, value in merged.items():
+            if key not in ("rope_type", "type"):
+                self._check_rope(key, value)
+        return merged
+
+    def _check_rope(self, key: str, value: object) -> None:
+        rule = ROPE_KEYS.get(key)
+        where = f"{self.rope_field}.{key}"
+        if rule is None:
+            raise BadInput(f"found {_short(value)}, a setting that is not known", file=self.file, field=where)
+        if not rule.holds(value):
+            raise BadInput(f"found {_short(value)}, expected {rule.expected}", file=self.file, field=where)
+
+    def _scaling(self, table: dict[str, Any], dims: int) -> Scaling:
+        kind = table.get("rope_type", table.get("type", "default"))
+        if kind not in SCALINGS:
+            field, expected = f"{self.rope_field}.rope_type", f"one of {', '.join(SCALINGS)}"
+            raise BadInput(f"found {_short(kind)}, expected {expected}", file=self.file, field=field)
+        return SCALINGS[kind](RopeTable(self, table, dims))
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """The rotary settings of one layer type; keys that a scaling does not use are refused."""
+
+    config: Config
+    table: dict[str, Any]
+    dims: int
+
+    def take(self, *required: str, optional: tuple[str, ...] = ()) -> dict[str, Any]:
+        """The values of these keys, those that are there; raises BadInput for a missing or a superfluous one."""
+        around = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        for key in required:
+            if key not in self.table:
+                raise BadInput("missing", file=self.config.file, field=f"{self.config.rope_field}.{key}")
+        for key in self.table.keys() - around - {*required, *optional}:
+            kind = self.table.get("rope_type", self.table.get("type", "default"))
+            problem = f"found {_short(self.table[key])}, a setting that rope type {kind} does not have"
+            raise BadInput(problem, file=self.config.file, field=f"{self.config.rope_field}.{key}")
+        return {key: self.table[key] for key in (*required, *optional) if key in self.table}
+
+    @property
+    def trained(self) -> int:
+        """The trained length: beside the table (Phi-3), in it, or else the whole length."""
+        c = self.config
+        beside = c.get("original_max_position_embeddings")
+        inside = self.table.get("original_max_position_embeddings")
+        return beside or inside or c["max_position_embeddings"]
+
+
+def _unscaled(t: RopeTable) -> Scaling:
+    # Some checkpoints repeat the trained length, which changes nothing without a scaling.
+    t.take(optional=("original_max_position_embeddings",))
+    return Unscaled()
+
+
+def _linear(t: RopeTable) -> Scaling:
+    return LinearScaling(**t.take("factor"))
+
+
+def _dynamic(t: RopeTable) -> Scaling:
+    found = t.take("factor", optional=("original_max_position_embeddings",))
+    return DynamicNTK(found["factor"], t.config["max_position_embeddings"])
+
+
+def _yarn(t: RopeTable) -> Scaling:
+    optional = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+    found = t.take("factor", optional=("original_max_position_embeddings", *optional))
+    named = {"beta_fast": "fast", "beta_slow": "slow"}
+    return Yarn(found["factor"], t.trained, **{named.get(k, k): found[k] for k in optional if k in found})
+
+
+def _llama3(t: RopeTable) -> Scaling:
+    found = t.take("factor", "low_freq_factor", "high_freq_factor", optional=("original_max_position_embeddings",))
+    return Llama3(found["factor"], found["low_freq_factor"], found["high_freq_factor"], t.trained)
+
+
+def _longrope(t: RopeTable) -> Scaling:
+    found = t.take(
+        "short_factor", "long_factor", optional=("factor", "attention_factor", "original_max_position_embeddings")
+    )
+    for key in ("short_factor", "long_factor"):
+        if len(found[key]) != t.dims // 2:
+            problem = f"found {len(found[key])} numbers, expected {t.dims // 2}: one for each pair of rotary features"
+            raise BadInput(problem, file=t.config.file, field=f"{t.config.rope_field}.{key}")
+    factor = found.get("factor", t.config["max_position_embeddings"] / t.trained)
+    short, long = tuple(found["short_factor"]), tuple(found["long_factor"])
+    return LongRope(short, long, t.trained, factor, found.get("attention_factor"))
+
+
+SCALINGS: dict[str, Callable[[RopeTable], Scaling]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,
+}
+"""How each `rope_type` is read. `su` is what Phi-3's first configs called longrope."""
+
+
+def _short(value: object) -> str:
+    """A value as a message shows it: never longer than a line can bear."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

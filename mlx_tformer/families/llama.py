@@ -1,0 +1,90 @@
+"""Llama 1 to 3: pre-norm, rotary positions, grouped heads, a gated MLP."""
+
+from collections.abc import Callable
+
+from ..config import Config
+from ..names import Drop, Names, Same, joined
+from ..nn import LM, Attention, Block, Embed, GatedMlp, Linear, Mask, Residual, RMSNorm, Stack
+
+ABSENT = {"max_position_embeddings": 2048}
+
+
+def model(c: Config) -> LM:
+    bias = c.get("attention_bias", False)
+    return decoder(c, lambda layer: attention(c, bias=bias, out_bias=bias), mlp_bias=c.get("mlp_bias", False))
+
+
+def names(c: Config) -> Names:
+    heads, kv_heads, _ = head_sizes(c)
+    theirs, ours = "model.layers.{}", "decoder.layers.{}"
+    attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+    qkv = {f"{attn}.q_proj": heads, f"{attn}.k_proj": kv_heads, f"{attn}.v_proj": kv_heads}
+    return {
+        "model.embed_tokens": "embed.tokens",
+        f"{theirs}.input_layernorm": f"{ours}.attn.pre",
+        **joined(f"{ours}.attn.op.qkv", qkv),
+        f"{attn}.o_proj": f"{ours}.attn.op.out",
+        f"{attn}.rotary_emb.inv_freq": Drop("computed from the config"),
+        f"{theirs}.post_attention_layernorm": f"{ours}.mlp.pre",
+        **joined(f"{ours}.mlp.op.gate_up", {f"{mlp}.gate_proj": 1, f"{mlp}.up_proj": 1}),
+        f"{mlp}.down_proj": f"{ours}.mlp.op.down",
+        "model.norm": "decoder.norm",
+        "lm_head": Same("embed.tokens") if tied(c) else "head",
+    }
+
+
+def decoder(c: Config, attention_of: Callable[[int], Attention], *, mlp_bias: bool = False) -> LM:
+    """What Llama and its relatives share; `attention_of(layer)` makes the attention of a layer."""
+    dim, hidden, act, eps = (
+        c["hidden_size"],
+        c["intermediate_size"],
+        c.get("hidden_act", "silu"),
+        c.get("rms_norm_eps", 1e-6),
+    )
+
+    def block(layer: int) -> Block:
+        attn = Residual(attention_of(layer), pre=RMSNorm(dim, eps))
+        mlp = Residual(GatedMlp(dim, hidden, act, bias=mlp_bias), pre=RMSNorm(dim, eps))
+        return Block(attn=attn, mlp=mlp)
+
+    blocks = [block(layer) for layer in range(c["num_hidden_layers"])]
+    head = None if tied(c) else Linear(dim, c["vocab_size"], bias=False)
+    return LM(Embed(c["vocab_size"], dim), Stack(blocks, RMSNorm(dim, eps)), head, context=c["max_position_embeddings"])
+
+
+def attention(c: Config, *, bias: bool, out_bias: bool, mask: Mask | None = None, qk_norm: bool = False) -> Attention:
+    """Grouped heads that turn, with a norm on each head of q and k where a family has one."""
+    heads, kv_heads, head_dim = head_sizes(c)
+
+    def norm() -> RMSNorm | None:
+        return RMSNorm(head_dim, c.get("rms_norm_eps", 1e-6)) if qk_norm else None
+
+    return Attention(
+        c["hidden_size"],
+        heads,
+        kv_heads,
+        head_dim,
+        bias=bias,
+        out_bias=out_bias,
+        position=c.rope(head_dim),
+        mask=mask,
+        q_norm=norm(),
+        k_norm=norm(),
+    )
+
+
+def head_sizes(c: Config) -> tuple[int, int, int]:
+    """heads, kv_heads and head_dim, which divide as they must."""
+    heads = c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise c.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    head_dim = c.get("head_dim")
+    if head_dim is None and c["hidden_size"] % heads:
+        raise c.wrong("num_attention_heads", f"a divisor of hidden_size ({c['hidden_size']}), or a head_dim")
+    return heads, kv_heads, c["hidden_size"] // heads if head_dim is None else head_dim
+
+
+def tied(c: Config) -> bool:
+    """True if the embedding serves as the head."""
+    return c.get("tie_word_embeddings", False)

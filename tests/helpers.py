@@ -1,0 +1,96 @@
+"""What the tests share: the golden cases, and models made from them."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+import mlx_tformer as mt
+from mlx_tformer.nn import LM, watch
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
+
+
+def load(folder: Path) -> LM:
+    """The model in a Hugging Face folder, in float32."""
+    return mt.load(folder, dtype="float32").model
+
+
+def tensors(file: Path) -> dict[str, mx.array]:
+    """The tensors in a safetensors file."""
+    found = mx.load(str(file))
+    assert isinstance(found, dict)
+    return found
+
+
+def leaves(module: nn.Module) -> dict[str, mx.array]:
+    """The parameters of a module by path."""
+    return dict(tree_flatten(module.parameters()))
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shaken(module: M) -> M:
+    """The module with random weights, the same every time, in which no norm is one and no bias zero."""
+    noise = [0.3 * mx.random.normal(v.shape, key=mx.random.key(i)) for i, v in enumerate(leaves(module).values())]
+    norms = [v.ndim == 1 and name.endswith("weight") for name, v in leaves(module).items()]
+    module.load_weights([(k, x + n) for k, x, n in zip(leaves(module), noise, norms, strict=True)])
+    return module
+
+
+@cache
+def golden(case: str) -> LM:
+    """The model of a golden case; tests must not change it."""
+    return load(GOLDEN / case)
+
+
+def config_of(case: str) -> dict[str, Any]:
+    """The config of a golden case, to be changed at will."""
+    return json.loads((GOLDEN / case / "config.json").read_text())
+
+
+@cache
+def expected(case: str) -> dict[str, np.ndarray]:
+    """What transformers computes from a golden case."""
+    return {name: np.array(value) for name, value in tensors(GOLDEN / case / "expected.safetensors").items()}
+
+
+def variant(case: str, config: Mapping[str, Any], folder: Path) -> LM:
+    """The weights of a golden case under another config; `folder` is an empty one to put both into."""
+    shutil.copy(GOLDEN / case / "model.safetensors", folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return load(folder)
+
+
+def limit(logits: np.ndarray) -> float:
+    """How far logits may be from transformers' at most (golden/README.md)."""
+    return 2e-4 * float(logits.std()) + 1e-4
+
+
+def gap(found: mx.array, wanted: mx.array | np.ndarray) -> float:
+    """The largest difference between two arrays of one shape; NaN is never close to anything."""
+    a, b = np.array(found.astype(mx.float32), np.float64), np.array(wanted, np.float64)
+    assert a.shape == b.shape, f"{a.shape} is not {b.shape}"
+    return float(np.abs(a - b).max()) if a.size else 0.0
+
+
+@contextmanager
+def seen(pattern: str) -> Iterator[dict[str, mx.array]]:
+    """The activations whose paths match `pattern`, by path, of what runs in the block."""
+    found: dict[str, mx.array] = {}
+
+    def see(path: str, value: mx.array) -> None:
+        found[path] = value
+
+    with watch(pattern, see):
+        yield found
