@@ -1,0 +1,93 @@
+"""A model in memory from a checkpoint, whatever files it lies in."""
+
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import BadInput, UsageError
+from ..lm import LanguageModel
+from ..memory import check_fits
+from ..names import Piece
+from ..tokens import Tokenizer
+from .open import open_source
+from .plan import Plan, Recipe, plan
+from .source import Source
+
+FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+ROOM = 4096
+"""Tokens of context that a model must fit with, where the caller names no length."""
+
+
+def load(
+    where: str | Path,
+    dtype: str | None = None,
+    *,
+    context: int | None = None,
+    revision: str | None = None,
+    progress: bool = True,
+) -> LanguageModel:
+    """A model that is ready to use, and its tokenizer if there is one.
+
+    where: a folder of ours, a Hugging Face folder, a .gguf file, a name below `weights/`, or an id on the hub.
+    dtype: "float32", "float16" or "bfloat16"; None keeps what the checkpoint is stored in. Packed weights stay packed.
+    context: the number of tokens that the memory has to suffice for (4096, or all that the model was trained for if
+    fewer). revision: a branch, tag or commit on the hub.
+
+    Weights are mapped and read when they are first used. Raises BadInput for a checkpoint that is broken or not
+    understood, UsageError for a dtype that is none, InputOutputError for network and disk, and MemoryRefusal for a
+    model that cannot fit.
+
+    >>> lm = load("shakespeare")
+    >>> lm(mx.array([[1, 2, 3]])).shape
+    (1, 3, 2048)
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise UsageError(f"dtype: found {dtype!r}, expected one of {', '.join(FLOATS)}")
+    source = open_source(where, revision=revision, progress=progress)
+    made = plan(source)
+    kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
+    tokenizer = Tokenizer.from_files(source.companions(), source.origin)
+    lm = LanguageModel(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, source.notes)
+    check_fits(made.model, tokens=min(lm.context, ROOM) if context is None else context, dtype=kind)
+    fill(made, source, kind)
+    return lm
+
+
+def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:
+    """Give the planned model its weights, in `dtype`; nothing is read before it is used, copies apart."""
+    weights = [(name, as_float(recipe.make(source.mapped), dtype)) for name, recipe in made.recipes.items()]
+    made.model.load_weights(weights)
+    check_copies(made, source)
+
+
+def check_copies(made: Plan, source: Source) -> None:
+    """Weights that are stored twice, as a tied head may be, must be equal; raises BadInput for those that differ."""
+    for copy, target in made.assignment.copies.items():
+        if not _equal(Recipe((Piece(copy),), {}), made.recipes[target], source):
+            problem = f"differs from {target}, which the config says it is tied to (tie_word_embeddings)"
+            raise BadInput(problem, file=source.origin, field=copy)
+
+
+def _equal(a: Recipe, b: Recipe, source: Source) -> bool:
+    """True if two recipes of the same shape make the same values, NaN at the same places among them."""
+    pairs = zip(a.blocks(source), b.blocks(source), strict=True)
+    return all(mx.array_equal(x, y, equal_nan=True).item() for x, y in pairs)
+
+
+def as_float(value: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Floats in `dtype`; packed weights as they are."""
+    return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
+
+
+def stored_dtype(source: Source) -> mx.Dtype:
+    """What a checkpoint's floats are stored in: what the config says, or what most of its bytes are."""
+    ours = source.config["mlx_tformer"] if source.ours else {}
+    named = ours.get("dtype") or source.config.get("dtype") or source.config.get("torch_dtype")
+    if isinstance(named, str) and named in FLOATS:
+        return FLOATS[named]
+    sizes: Counter[mx.Dtype] = Counter()
+    for tensor in source.tensors.values():
+        if tensor.dtype in FLOATS.values():
+            sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else mx.float32

@@ -1,0 +1,266 @@
+"""How the tensors of a checkpoint become the parameters of a model: worked out from names and shapes alone.
+
+`plan` knows before anything is read what is missing, superfluous or of the wrong shape, and how each parameter is
+made. `load` and `convert` carry it out, the one in memory, the other file by file.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..config import Config
+from ..errors import BadInput
+from ..families import Family, family
+from ..names import Assignment, Names, Piece, Rows, assign, summary, templated
+from ..nn import LM
+from .source import Quantization, Source, Tensor
+
+Reader = Callable[[str], mx.array]
+VALUES = 1 << 21
+"""Values that are in memory at a time where a tensor is read in blocks of rows."""
+PACKABLE = (nn.Linear, nn.Embedding)
+"""Modules whose weight can be packed."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one of our tensors is made: its pieces, in order, unpacked if they are packed differently, one below the
+    other."""
+
+    pieces: tuple[Piece, ...]
+    unpack: Mapping[str, Quantization]
+    """Source tensors to dequantize on the way -> how they are packed."""
+
+    def make(self, read: Reader) -> mx.array:
+        """Our tensor from the checkpoint's, which `read` gives by name."""
+        parts = [self._part(piece.source, read) for piece in self.pieces]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+    def _part(self, name: str, read: Reader) -> mx.array:
+        if name not in self.unpack:
+            return read(name)
+        weight, scales, biases = map(read, packed_names(name))
+        return _dequantize(weight, scales, biases, self.unpack[name])
+
+    def blocks(self, source: Source) -> Iterator[mx.array]:
+        """The same tensor from top to bottom, some rows at a time and never more than `VALUES` values of wide ones."""
+        for piece in self.pieces:
+            name, how = piece.source, self.unpack.get(piece.source)
+            rows = max(1, VALUES // max(1, prod(unpacked(source.tensors[name], how).shape[1:])))
+            if how is None:
+                yield from source.blocks(name, rows)
+                continue
+            leaves = [source.blocks(leaf, rows) for leaf in packed_names(name)]
+            for weight, scales, biases in zip(*leaves, strict=True):
+                yield _dequantize(weight, scales, biases, how)
+
+
+def _dequantize(weight: mx.array, scales: mx.array, biases: mx.array, how: Quantization) -> mx.array:
+    """The values of packed rows, in float32, where scale times number plus offset is not rounded to float16."""
+    return mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), **how)
+
+
+def packed_names(weight: str) -> tuple[str, str, str]:
+    """The three tensors that a packed weight consists of."""
+    module = weight.removesuffix(".weight")
+    return weight, f"{module}.scales", f"{module}.biases"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model without weights, and how each of its parameters is made."""
+
+    model: LM
+    config: Config
+    family: Family
+    recipes: dict[str, Recipe]
+    assignment: Assignment
+    quantization: dict[str, Quantization]
+    """Modules of ours that stay packed as they are in the checkpoint."""
+
+
+def plan(source: Source) -> Plan:
+    """Build the model that the config describes and find a source for each parameter.
+
+    Raises BadInput that lists every tensor without a place, every parameter without a source, and every wrong shape
+    or dtype.
+    """
+    config = Config(source.config, source.config_file)
+    kind = family(config.model_type)
+    model = build(kind, config)
+    names = kind.names(config)
+    assignment = _identity(source) if source.ours else assign(source.tensors, names)
+    _check_packing(source)
+    packed = _packed(source, assignment)
+    recipes = _recipes(source, assignment, packed)
+    pack(model, packed, source.config_file)
+    made = Plan(model, config, kind, recipes, assignment, packed)
+    problems = [*_without_place(made), *_without_source(made, {} if source.ours else names), *_wrong(made, source)]
+    if problems:
+        raise BadInput("; ".join(problems), file=source.origin)
+    return made
+
+
+def build(kind: Family, config: Config) -> LM:
+    """The module tree for a config, all of whose settings must be understood; allocates no weights."""
+    model = kind.model(config)
+    config.finish()
+    return model
+
+
+def pack(model: nn.Module, how: Mapping[str, Quantization], file: str = "config.json") -> None:
+    """Replace the modules at these paths by quantized ones, in place.
+
+    Raises BadInput for a path that is no matrix of the model, or one whose rows are not whole groups.
+    """
+    named: Any = model.named_modules() if how else ()
+    modules = dict(named)
+    for path, way in how.items():
+        module = modules.get(path)
+        if not isinstance(module, PACKABLE):
+            raise BadInput("is packed, but is no matrix of the model", file=file, field=path)
+        if module.weight.shape[-1] % way["group_size"]:
+            problem = f"is packed in groups of {way['group_size']}, but its rows have {module.weight.shape[-1]} values"
+            raise BadInput(problem, file=file, field=path)
+    if how:
+        nn.quantize(model, class_predicate=lambda path, module: dict(how[path]) if path in how else False)
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by path."""
+    flat: Any = tree_flatten(model.parameters())
+    return {name: value.shape for name, value in flat}
+
+
+def _identity(source: Source) -> Assignment:
+    return Assignment(pieces={name: [Piece(name)] for name in source.tensors})
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _packed(source: Source, assignment: Assignment) -> dict[str, Quantization]:
+    """Modules of ours that can stay packed, because all parts of their weight are packed alike."""
+    packed = {}
+    for target, pieces in assignment.pieces.items():
+        first, *others = [source.quantization.get(_module(piece.source)) for piece in pieces]
+        if target.endswith(".weight") and first is not None and all(way == first for way in others):
+            packed[_module(target)] = first
+    return packed
+
+
+def _recipes(source: Source, assignment: Assignment, packed: Mapping[str, Quantization]) -> dict[str, Recipe]:
+    """A recipe for each of our tensors; what is not to stay packed is unpacked."""
+    recipes: dict[str, Recipe] = {}
+    for target, pieces in assignment.pieces.items():
+        ways = {piece.source: source.quantization.get(_module(piece.source)) for piece in pieces}
+        unpack = {name: way for name, way in ways.items() if way is not None and _module(target) not in packed}
+        leaf = target.rpartition(".")[2]
+        if unpack and leaf in ("scales", "biases"):
+            continue  # they go into the weight
+        ordered = tuple(sorted(pieces, key=lambda piece: piece.part))
+        recipes[target] = Recipe(ordered, unpack if leaf == "weight" else {})
+    return recipes
+
+
+def _check_packing(source: Source) -> None:
+    """Raise BadInput for packed modules whose tensors are not what unpacking needs."""
+    for module, how in source.quantization.items():
+        names = packed_names(f"{module}.weight")
+        missing = [name for name in names if name not in source.tensors]
+        if missing:
+            raise BadInput(f"is packed, but there is no {summary(missing)}", file=source.origin, field=module)
+        weight, scales, biases = (source.tensors[name] for name in names)
+        width = unpacked(weight, how).shape[-1] if weight.shape else 0
+        groups = (*weight.shape[:-1], width // how["group_size"])
+        whole = width > 0 and width % how["group_size"] == 0 and width * how["bits"] == weight.shape[-1] * 32
+        if not whole or scales.shape != groups or biases.shape != groups:
+            found = f"found weight {weight.shape}, scales {scales.shape} and biases {biases.shape}"
+            problem = f"{found}, which do not go together with {how['bits']} bits in groups of {how['group_size']}"
+            raise BadInput(problem, file=source.origin, field=module)
+
+
+def _without_place(made: Plan) -> Iterator[str]:
+    """Tensors that the model has no parameter for."""
+    wanted, copies = shapes(made.model), made.assignment.copies
+    unused = [piece.source for name in made.recipes.keys() - wanted.keys() for piece in made.recipes[name].pieces]
+    unused += [copy for copy, target in copies.items() if target not in made.recipes]
+    unused += [piece.source for recipe in made.recipes.values() for piece in _repeated(recipe)]
+    if unused or made.assignment.unknown:
+        yield f"tensors that have no place in the model: {summary(sorted([*unused, *made.assignment.unknown]))}"
+
+
+def _repeated(recipe: Recipe) -> list[Piece]:
+    """Pieces for a part that an earlier one is for already."""
+    return [piece for before, piece in pairwise(recipe.pieces) if before.part == piece.part]
+
+
+def _without_source(made: Plan, names: Names) -> Iterator[str]:
+    """Parameters that nothing in the checkpoint makes, by the names that the checkpoint would have for them."""
+    missing = [theirs for name in shapes(made.model) if name not in made.recipes for theirs in _theirs(name, names)]
+    for name, recipe in made.recipes.items():
+        absent = set(range(len(recipe.pieces[0].of))) - {piece.part for piece in recipe.pieces}
+        missing += _theirs(name, names, absent) if absent else []
+    if missing:
+        yield f"no weights for {summary(missing)}"
+
+
+def _theirs(target: str, names: Names, parts: Iterable[int] | None = None) -> list[str]:
+    """What a checkpoint calls one of our tensors, or some of the parts that it joins; our own name if there is no rule
+    for it."""
+    template, numbers = templated(target)
+    found = []
+    for theirs, rule in names.items():
+        to, part = (rule.to, rule.part) if isinstance(rule, Rows) else (rule, 0)
+        if isinstance(to, str) and (template == to or _module(template) == to) and (parts is None or part in parts):
+            found.append(theirs.format(*numbers) + template.removeprefix(to))
+    return found or [target]
+
+
+def _wrong(made: Plan, source: Source) -> Iterator[str]:
+    """Tensors of another shape or kind than the model needs, those with the same problem together."""
+    wanted, problems = shapes(made.model), dict[str, list[str]]()
+    for name, recipe in made.recipes.items():
+        if name in wanted:
+            for piece, problem in _unfit(name, recipe, wanted[name], made, source):
+                problems.setdefault(problem, []).append(piece)
+    for copy, target in made.assignment.copies.items():
+        if target in wanted and (found := source.tensors[copy].shape) != wanted[target]:
+            problems.setdefault(f"found shape {found}, expected {wanted[target]}", []).append(copy)
+    for problem, tensors in problems.items():
+        yield f"{summary(tensors)}: {problem}"
+
+
+def _unfit(name: str, recipe: Recipe, wanted: tuple[int, ...], made: Plan, source: Source) -> Iterator[tuple[str, str]]:
+    """The pieces of a recipe that cannot make a tensor of this shape, and why."""
+    for piece in recipe.pieces:
+        tensor, how = source.tensors[piece.source], recipe.unpack.get(piece.source)
+        share = (wanted[0] * piece.of[piece.part] // sum(piece.of), *wanted[1:]) if wanted else ()
+        if (found := unpacked(tensor, how).shape) != share:
+            yield piece.source, f"found shape {found}, expected {share}"
+        packed = how is not None or (name.endswith(".weight") and _module(name) in made.quantization)
+        if not (tensor.dtype == mx.uint32 if packed else mx.issubdtype(tensor.dtype, mx.floating)):
+            yield piece.source, f"found {dtype_name(tensor.dtype)}, expected {'uint32' if packed else 'floats'}"
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """A dtype as people write it.
+
+    >>> dtype_name(mx.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def unpacked(tensor: Tensor, how: Quantization | None) -> Tensor:
+    """What a packed tensor is once its values are spread out."""
+    if how is None:
+        return tensor
+    return Tensor((*tensor.shape[:-1], tensor.shape[-1] * 32 // how["bits"]), mx.float32)
