@@ -1,0 +1,22 @@
+"""mlx_tformer: generate with, convert and look inside transformer language models on Apple silicon."""
+
+from .blas import preload
+
+preload()  # before anything imports mlx.core
+
+from .checkpoint.convert import Conversion, convert  # noqa: E402
+from .checkpoint.load import load  # noqa: E402
+from .errors import BadInput, InputOutputError, MlxTformerError, UsageError  # noqa: E402
+from .lm import LanguageModel  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "BadInput",
+    "Conversion",
+    "InputOutputError",
+    "LanguageModel",
+    "MlxTformerError",
+    "UsageError",
+    "convert",
+    "load",
+]

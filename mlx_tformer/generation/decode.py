@@ -1,0 +1,89 @@
+"""The token loop: read the prompt in chunks, then one token after the other, with the device always busy."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from ..errors import MlxTformerError
+from ..nn import LM, Cache
+from .sampling import Sampler
+
+CHUNK = 512
+"""Tokens of a prompt that are read at a time: enough to fill a GPU, few enough to bound what the scores need."""
+
+
+class NotANumber(MlxTformerError):
+    """The model's logits are not numbers, so no token can be chosen."""
+
+    exit_code = 3
+
+
+@dataclass
+class Decoder:
+    """One text that grows: the ids so far and what the model remembers of them.
+
+    `planned` is the length that the text may reach. Where positions depend on the length of the text (longrope,
+    dynamic NTK), the cache is made for the prompt's length, and once the text outgrows what that is right for,
+    everything is read once more for the planned length, so that keys of different scales are never mixed.
+    """
+
+    model: LM
+    prompt: Sequence[int]
+    sampler: Sampler
+    planned: int
+    ids: list[int] = field(init=False)
+    cache: Cache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt)
+        self.cache = self.model.new_cache(len(self.ids))
+        self._scaled = self.model.scaled_positions()
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """Ids and their log-probabilities, up to the planned length. Step n + 1 is under way before step n is read."""
+        current = self._sample(self._read_prompt())
+        while len(self.ids) + 1 < self.planned:
+            if self._outgrown():
+                yield self._take(current)
+                self.cache = self.model.new_cache(self.planned)
+                current = self._sample(self._read_prompt())
+                continue
+            following = self._sample(self.model(current[0][:, None], self.cache)[:, -1])
+            yield self._take(current)
+            current = following
+            if len(self.ids) % CHUNK == 0:
+                mx.clear_cache()
+        yield self._take(current)
+
+    def _read_prompt(self) -> mx.array:
+        """Put all ids into the cache, chunk by chunk; returns the logits (1, V) after the last."""
+        ids = mx.array([self.ids])
+        last = (len(self.ids) - 1) // CHUNK * CHUNK
+        for start in range(0, last, CHUNK):
+            self.model.hidden(ids[:, start : start + CHUNK], self.cache)
+            mx.eval(self.cache.arrays)
+            mx.clear_cache()
+        logits = self.model.logits(self.model.hidden(ids[:, last:], self.cache)[:, -1])
+        mx.eval(logits)
+        mx.clear_cache()
+        return logits
+
+    def _sample(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        chosen = self.sampler(logits)
+        mx.async_eval(*chosen)
+        return chosen
+
+    def _take(self, chosen: tuple[mx.array, mx.array]) -> tuple[int, float]:
+        """Wait for a token and append it to the text."""
+        token, logprob = int(chosen[0].item()), float(chosen[1].item())
+        if math.isnan(logprob):
+            raise NotANumber(f"the logits after token {len(self.ids)} are not numbers; try another --dtype")
+        self.ids.append(token)
+        return token, logprob
+
+    def _outgrown(self) -> bool:
+        """True if the cache is not right for a text of one more token."""
+        length = self.cache.length + 1
+        return any(p.regime(length) != p.regime(self.cache.context) for p in self._scaled)

@@ -1,0 +1,102 @@
+"""`LanguageModel`: what `load` returns, a model with its tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from .config import Config
+from .errors import UsageError
+from .generation.generate import Generation, Prompt, generate
+from .generation.sampling import recommended
+from .nn import LM, Cache
+from .tokens import Tokenizer, Tokens
+
+NO_LIMIT = 2**31 - 1
+"""The context of a model whose positions have no end."""
+
+
+@dataclass
+class LanguageModel:
+    """A model that can be called, and that reads and writes text if it has a tokenizer."""
+
+    model: LM
+    config: Config
+    tokenizer: Tokenizer | None
+    generation_config: Mapping[str, Any]
+    dtype: mx.Dtype
+    origin: str
+    notes: list[str] = field(default_factory=list)
+
+    def __call__(
+        self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None
+    ) -> mx.array:
+        """Logits (B, L, V) of the next token after each of `ids` (B, L), which follow what `cache` remembers.
+
+        `attention_mask` (B, L) is 0 at padding in front of a text. Raises UsageError for ids that the model does
+        not have.
+        """
+        check_ids(ids, self.vocab)
+        return self.model(ids, cache, attention_mask=attention_mask)
+
+    @property
+    def vocab(self) -> int:
+        """Ids that the model knows: the rows of its embedding."""
+        return self.model.vocab
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model can look at, with its positions stretched as its config says."""
+        return NO_LIMIT if self.model.lengths is None else self.model.lengths[1]
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end a text, by the generation config, the config and the tokenizer together."""
+        found = set() if self.tokenizer is None else set(self.tokenizer.end_ids)
+        for settings in (self.generation_config, self.config.values):
+            named = settings.get("eos_token_id")
+            found |= {named} if isinstance(named, int) else set(named or ())
+        return frozenset(found)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model was made for conversations, so that `chat` works."""
+        return self.tokenizer is not None and self.tokenizer.chat_template is not None
+
+    @property
+    def recommended_sampling(self) -> dict[str, float | int]:
+        """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
+        return recommended(self.generation_config, self.origin)
+
+    def new_cache(self, context: int = 0) -> Cache:
+        """An empty cache, for a text that is planned to have `context` tokens."""
+        return self.model.new_cache(context)
+
+    def tokens(self, text: str) -> Tokens:
+        """The ids of a text; `.table()` shows them."""
+        tokenizer = self._with_tokenizer()
+        return Tokens(tokenizer.encode(text), tokenizer)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Tokens:
+        """The ids of a conversation, ready for an answer, through the model's chat template."""
+        tokenizer = self._with_tokenizer()
+        return Tokens(tokenizer.chat(messages, **variables), tokenizer)
+
+    def generate(self, prompt: Prompt, **settings: Any) -> Generation:
+        """Continue a prompt token by token; see `mlx_tformer.generation.generate` for the settings."""
+        return generate(self, prompt, **settings)
+
+    def _with_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError(f"{self.origin} has no tokenizer; give ids instead of text")
+        return self.tokenizer
+
+
+def check_ids(ids: mx.array, vocab: int) -> None:
+    """Raise UsageError for ids that are not rows of the embedding: MLX would read whatever lies there."""
+    if ids.ndim != 2 or not mx.issubdtype(ids.dtype, mx.integer):
+        raise UsageError(f"ids: found {ids.dtype} of shape {ids.shape}, expected integers of shape (B, L)")
+    low, high = (int(ids.min().item()), int(ids.max().item())) if ids.size else (0, 0)
+    if low < 0 or high >= vocab:
+        raise UsageError(f"ids: found {low if low < 0 else high}, expected 0 to {vocab - 1}")

@@ -1,0 +1,158 @@
+"""The token loop against one pass of the model, and what a caller may and may not ask of it."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import CASES, GOLDEN, expected
+
+import mlx_tformer as mt
+from mlx_tformer.errors import UsageError
+from mlx_tformer.generation import decode
+from mlx_tformer.generation.decode import Decoder, NotANumber
+from mlx_tformer.generation.sampling import Sampler, Sampling
+
+
+def loaded(case: str) -> mt.LanguageModel:
+    return mt.load(GOLDEN / case, dtype="float32")
+
+
+def one_pass(lm: mt.LanguageModel, ids: list[int], count: int) -> list[int]:
+    """Greedy decoding without a cache: the whole text again for every token."""
+    text = list(ids)
+    for _ in range(count):
+        text.append(int(lm(mx.array([text]))[0, -1].argmax().item()))
+    return text[len(ids) :]
+
+
+def greedy(lm: mt.LanguageModel, ids: list[int], count: int) -> list[int]:
+    return [step.token for step in lm.generate(ids, max_tokens=count, stop_at_end=False)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_ids_equal_transformers(case):
+    e = expected(case)
+    assert greedy(loaded(case), e["prompt_ids"][0].tolist(), 12) == e["greedy_ids"][0].tolist()
+
+
+# Dynamic NTK has other frequencies for every length, so that a text read anew for each token is another text.
+@pytest.mark.parametrize("case", [case for case in CASES if case != "llama-dynamic"])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 512])
+def test_any_chunk_of_the_prompt_gives_the_ids_of_one_pass(case, chunk, monkeypatch):
+    monkeypatch.setattr(decode, "CHUNK", chunk)
+    lm, ids = loaded(case), expected(case)["input_ids"][0, :17].tolist()
+    assert greedy(lm, ids, 12) == one_pass(lm, ids, 12)
+
+
+def test_log_probabilities_are_those_of_one_pass():
+    lm, ids = loaded("qwen3"), [5, 6, 7]
+    steps = list(lm.generate(ids, max_tokens=8, temperature=1.0, seed=3, stop_at_end=False))
+    text = mx.array([ids + [step.token for step in steps]])
+    logits = np.array(lm(text)[0, 2:-1], np.float64)
+    want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    got = [step.logprob for step in steps]
+    np.testing.assert_allclose(got, [want[i, step.token] for i, step in enumerate(steps)], atol=1e-5)
+
+
+def test_a_text_that_outgrows_its_rotary_range_is_read_again_and_keys_are_never_mixed():
+    lm = loaded("llama-longrope")
+    trained = lm.model.scaled_positions()[0].scaling.trained
+    prompt = [7] * (trained - 4)
+    decoder = Decoder(lm.model, prompt, Sampler(Sampling()), planned=trained + 8)
+    contexts = []
+    got = []
+    for token, _ in decoder:
+        got.append(token)
+        contexts.append(decoder.cache.context)
+    assert got == one_pass(lm, prompt, 12)
+    assert set(contexts) == {len(prompt), trained + 8}
+
+
+@pytest.mark.parametrize("form", [list, tuple, mx.array, lambda ids: mx.array([ids])])
+def test_a_prompt_may_be_ids_in_any_form(form):
+    lm = loaded("llama-mha")
+    assert greedy(lm, form([3, 4, 5]), 4) == one_pass(lm, [3, 4, 5], 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "it is empty"),
+        ([200], {}, "found id 200, expected 0 to 130"),
+        ([-1], {}, "found id -1, expected 0 to 130"),
+        ([2_000_000_000], {}, "found id 2000000000"),
+        ([1] * 128, {}, "it has 128 tokens, and the model's context of 128"),
+        (mx.array([[1], [2]]), {}, "found a batch of 2, expected one text"),
+        ("text", {}, "no tokenizer"),
+        ([1], {"max_tokens": -1}, "max_tokens: found -1"),
+        ([1], {"max_tokens": 0}, "max_tokens: found 0"),
+        ([1], {"temperature": -1}, "temperature: found -1"),
+        ([1], {"stop": [""]}, "stop: found an empty string"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_runs(prompt, settings, message):
+    with pytest.raises(UsageError, match=message):
+        loaded("llama-mha").generate(prompt, **settings)
+
+
+def test_the_context_caps_the_tokens():
+    steps = list(loaded("llama-mha").generate([1] * 120, max_tokens=10**12, stop_at_end=False))
+    assert len(steps) == 8
+    assert [step.finish for step in steps] == [None] * 7 + ["length"]
+
+
+def test_ids_out_of_range_never_reach_the_embedding():
+    with pytest.raises(UsageError, match="ids: found 131, expected 0 to 130"):
+        loaded("llama-mha")(mx.array([[0, 131]]))
+
+
+def test_logits_that_are_not_numbers_stop_the_text():
+    lm = loaded("llama-mha")
+    lm.model.decoder.norm.weight = lm.model.decoder.norm.weight * math.nan
+    with pytest.raises(NotANumber, match="not numbers"):
+        list(lm.generate([1, 2], max_tokens=5))
+
+
+def test_an_end_token_ends_the_text_and_is_not_shown(shakespeare):
+    lm = shakespeare
+    generation = lm.generate("ROMEO:\n", max_tokens=12)
+    whole = list(generation)
+    third = whole[3].token
+    lm.generation_config = {**lm.generation_config, "eos_token_id": [third]}
+    try:
+        steps = list(lm.generate("ROMEO:\n", max_tokens=12))
+    finally:
+        lm.generation_config = {k: v for k, v in lm.generation_config.items() if k != "eos_token_id"}
+    first = [step.token for step in whole].index(third)
+    assert [step.token for step in steps] == [step.token for step in whole[: first + 1]]
+    assert steps[-1].finish == "end"
+    assert "".join(step.text for step in steps) == lm.tokenizer.decode([step.token for step in whole[:first]])
+
+
+def test_streamed_text_is_the_decoded_ids_and_stops_at_a_string_across_tokens(shakespeare):
+    steps = list(shakespeare.generate("ROMEO:\n", max_tokens=40, stop_at_end=False))
+    text = "".join(step.text for step in steps)
+    assert text == shakespeare.tokenizer.decode([step.token for step in steps])
+    stop = text[11:19]  # cut anywhere, whatever the tokens are
+    generation = shakespeare.generate("ROMEO:\n", max_tokens=40, stop=[stop], stop_at_end=False)
+    assert "".join(step.text for step in generation) == text[: text.index(stop)]
+    assert generation.finish == "stop"
+
+
+def test_the_same_seed_gives_the_same_text(shakespeare):
+    def sampled(seed: int) -> str:
+        return "".join(s.text for s in shakespeare.generate("KING:", max_tokens=30, temperature=0.9, seed=seed))
+
+    assert sampled(5) == sampled(5)
+    assert sampled(5) != sampled(6)
+
+
+def test_statistics_count_what_happened(shakespeare):
+    generation = shakespeare.generate("ROMEO:\n", max_tokens=9, stop_at_end=False)
+    list(generation)
+    stats = generation.stats
+    assert (stats.prompt_tokens, stats.tokens) == (len(generation.prompt), 9)
+    assert 0 < stats.first_token_seconds <= stats.seconds
+    assert stats.cache_bytes > 0
+    assert stats.peak_bytes >= stats.cache_bytes
