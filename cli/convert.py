@@ -1,0 +1,127 @@
+"""`mlx-tformer convert`: a checkpoint into our own layout."""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from .terminal import Writer, note
+
+if TYPE_CHECKING:
+    from mlx_tformer import Conversion
+    from mlx_tformer.checkpoint.convert import Progress
+
+
+@click.command("convert", short_help="Make a folder that loads fast, from a checkpoint of any kind.")
+@click.argument("source")
+@click.argument("dest", required=False)
+@click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub.")
+@click.option("--dtype", metavar="TYPE", help="Store float32, float16 or bfloat16 instead of the source's type.")
+@click.option("--quantize", type=int, metavar="BITS", help="Pack matrices into 2, 3, 4, 5, 6 or 8 bits a weight.")
+@click.option(
+    "--group-size",
+    type=int,
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Weights that share a scale: 32, 64 or 128.",
+)
+@click.option("--allow-nonfinite", is_flag=True, help="Convert weights that are NaN or infinite as they are.")
+def command(
+    source: str,
+    dest: str | None,
+    revision: str | None,
+    dtype: str | None,
+    quantize: int | None,
+    group_size: int,
+    allow_nonfinite: bool,
+) -> None:
+    """Convert SOURCE into the folder DEST (by default weights/NAME, here).
+
+    SOURCE is a folder, a .gguf file, or a name on the Hugging Face hub. DEST must be new or empty; it appears when it
+    is complete, and not at all if the conversion fails. What the source has quantized already keeps its values.
+
+    \b
+    Examples:
+      mlx-tformer convert HuggingFaceTB/SmolLM2-135M-Instruct
+      mlx-tformer convert model.gguf weights/mine --dtype float16
+      mlx-tformer convert ./checkpoint --quantize 4 --group-size 32
+      mlx-tformer generate --model SmolLM2-135M-Instruct "Hello"
+
+    DEST is printed on standard output, a summary on standard error. DEST/conversion.json says for each tensor what it
+    came from and the largest error.
+    """
+    from mlx_tformer import convert
+
+    with progress_bar() as progress:
+        made = convert(
+            source,
+            dest,
+            dtype=dtype,
+            quantize=quantize,
+            group_size=group_size,
+            revision=revision,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
+        )
+    for line in summary(made):
+        note(line)
+    with Writer() as out:
+        out.write(str(made.path))
+
+
+def summary(made: "Conversion") -> list[str]:
+    """What a conversion did, line by line."""
+    from mlx_tformer.memory import human
+
+    size = f"{human(made.nbytes)}, {made.bits_per_weight:.2f} bits per weight"
+    lines = [f"{len(made.tensors)} tensors, {made.parameters:,} weights, {size}"]
+    lines.append(f"largest error of a value: {made.largest_error:.3g}")
+    lines += [f"not quantized: {entry}" for entry in grouped(made.unquantized)]
+    lines += [f"left out: {entry}" for entry in grouped(f"{name}: {why}" for name, why in made.dropped.items())]
+    return lines + made.notes
+
+
+def grouped(entries: Iterable[str]) -> list[str]:
+    """Entries that differ only in their first number, the layer's, as one.
+
+    >>> grouped(["layers.0.down: 80 wide", "layers.1.down: 80 wide", "head: 48 wide"])
+    ['layers.0-1.down: 80 wide', 'head: 48 wide']
+    """
+    from mlx_tformer.card import ranges
+
+    groups: dict[tuple[str, str], list[int]] = {}
+    for entry in entries:
+        before, *rest = re.split(r"(\d+)", entry, maxsplit=1)
+        groups.setdefault((before, "".join(rest[1:])), []).extend(map(int, rest[:1]))
+    return [f"{before}{ranges(sorted(numbers))}{after}" for (before, after), numbers in groups.items()]
+
+
+@contextmanager
+def progress_bar() -> "Iterator[Progress | None]":
+    """A progress bar of bytes on standard error if that is a terminal; it appears with the first bytes.
+
+    Before them a download may have bars of its own.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (progress.TextColumn("converting"), progress.BarColumn(), progress.DownloadColumn())
+    rates = (progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
+    bar = progress.Progress(*columns, *rates, console=Console(stderr=True), transient=True)
+    task = bar.add_task("converting")
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        bar.stop()

@@ -1,0 +1,198 @@
+"""`mlx-tformer generate`: text from a prompt, as it comes."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .terminal import Writer, note, read_input, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlx_tformer import LanguageModel
+    from mlx_tformer.generation import Generation
+
+FREED = 2**29
+"""Bytes of freed buffers that MLX may keep for reuse."""
+FILTERS = {"top_k", "top_p", "min_p"}
+
+
+@click.command("generate", short_help="Continue a text, or answer a message.")
+@click.argument("prompt", required=False)
+@click.option(
+    "-m", "--model", metavar="MODEL", help="A folder, a .gguf file, a name in ./weights, or a name on the hub."
+)
+@click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub.")
+@click.option("--system", metavar="TEXT", help="System message, for a model with a chat template.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
+@click.option("-n", "--max-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
+@click.option("--temperature", type=float, metavar="T", help="0: always the most likely token; higher: more variety.")
+@click.option("--top-k", type=int, metavar="K", help="Choose among the K most likely tokens (0: all).")
+@click.option("--top-p", type=float, metavar="P", help="Choose among the likeliest tokens that make up P.")
+@click.option("--min-p", type=float, metavar="P", help="Choose among tokens at least P times as likely as the best.")
+@click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; can be given several times.")
+@click.option("--dtype", metavar="TYPE", help="Compute in float32, float16 or bfloat16 instead of the stored type.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
+@click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
+@click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
+def command(
+    prompt: str | None,
+    model: str | None,
+    revision: str | None,
+    system: str | None,
+    raw: bool,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    dtype: str | None,
+    as_json: bool,
+    stats: bool,
+    wired: bool,
+    **sampling: float | int | None,
+) -> None:
+    """Continue PROMPT, or answer it if the model has a chat template.
+
+    Without PROMPT, or if it is -, the text is read from standard input (a line end at its end does not count). Without
+    --model the small bundled model continues it in the manner of Shakespeare.
+
+    \b
+    Examples:
+      mlx-tformer generate "ROMEO:"
+      mlx-tformer generate -m HuggingFaceTB/SmolLM2-135M-Instruct "What is the capital of France?"
+      mlx-tformer generate -m model.gguf --raw --temperature 0 --stop $'\\n' "The capital of France is"
+      mlx-tformer generate -m weights/NAME --system "Answer in one line." < question.txt
+      mlx-tformer generate -- "- a prompt that begins with a dash"
+
+    Sampling options that are not given take what the authors of the model recommend in its generation_config.json.
+    Where that says nothing, the most likely token is taken each time (temperature 0), or, if a filter is given,
+    temperature is 1.
+
+    --wired keeps weights and caches in memory that macOS cannot page out. It helps where a model barely fits; it has
+    also been part of kernel panics that take down the whole Mac, so it is off unless you ask for it.
+
+    --stats shows prompt tokens per second until the first new token, and generated tokens per second after it.
+    """
+    text = prompt_text(prompt)
+    if raw and system is not None:
+        raise click.UsageError("--system needs the chat template, which --raw leaves out")
+    lm = loaded(model, dtype, revision)
+    chat = lm.has_chat_template and not raw
+    ids = conversation(lm, text, system) if chat else plain(lm, text, system)
+    from mlx_tformer.memory import bounded_cache, check_fits
+    from mlx_tformer.memory import wired as resident
+
+    check_fits(lm.model, tokens=max(0, min(len(ids) + max_tokens, lm.context)), dtype=lm.dtype)
+    settings = chosen(lm, sampling)
+    with bounded_cache(FREED), resident(wired):
+        generation = lm.generate(ids, max_tokens=max_tokens, stop=stop, **settings)
+        for line in lm.notes:
+            note(line)
+        try:
+            print_json(lm, generation, settings) if as_json else print_text(generation)
+        finally:
+            if stats and generation.stats.tokens:
+                print_stats(generation)
+    if generation.finish == "length":
+        why_it_ended(lm, generation, chat)
+
+
+def prompt_text(prompt: str | None) -> str:
+    """The prompt as an argument or from standard input."""
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise click.UsageError('no prompt: give one, as in mlx-tformer generate "ROMEO:", or pipe it in')
+    if prompt is None or prompt == "-":
+        prompt = "" if sys.stdin is None else read_input(sys.stdin.buffer)
+        if not prompt:
+            raise click.UsageError("no prompt: standard input is empty")
+    if not prompt:
+        raise click.UsageError("the prompt is empty")
+    return prompt
+
+
+def loaded(model: str | None, dtype: str | None, revision: str | None) -> "LanguageModel":
+    """The model that is asked for, or the bundled one, which is said in its notes."""
+    from mlx_tformer import load
+    from mlx_tformer.checkpoint.open import BUNDLED, EXAMPLE, bundled
+
+    # Whether the asked length fits is checked when the prompt has been counted.
+    lm = load(bundled() if model is None else model, dtype, context=0, revision=revision)
+    if model is None:
+        lm.notes.append(f"using the bundled model {BUNDLED}; a real one to try: --model {EXAMPLE}")
+    return lm
+
+
+def conversation(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]":
+    """The ids of a message with the chat template around it."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return lm.chat([*before, {"role": "user", "content": text}])
+
+
+def plain(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]":
+    """The ids of a text as it is."""
+    if system is not None:
+        raise click.UsageError(f"--system needs a chat template, and {lm.origin} has none")
+    return lm.tokens(text)
+
+
+def chosen(lm: "LanguageModel", sampling: dict[str, float | int | None]) -> dict[str, Any]:
+    """The sampling settings: what was given, then what the model's authors recommend."""
+    given = {name: value for name, value in sampling.items() if value is not None}
+    settings: dict[str, Any] = {**lm.recommended_sampling, **given}
+    if given.keys() & FILTERS:
+        settings.setdefault("temperature", 1.0)
+    return settings
+
+
+def print_text(generation: "Generation") -> None:
+    """The text as it comes."""
+    with Writer() as out:
+        for step in generation:
+            out.write(step.text)
+
+
+def print_json(lm: "LanguageModel", generation: "Generation", settings: dict[str, Any]) -> None:
+    """Everything about a generation in one object; after Ctrl-C, everything up to there."""
+    logprobs: list[float] = []
+    try:
+        for step in generation:
+            logprobs.append(step.logprob)
+    except KeyboardInterrupt:
+        write_json(as_dict(lm, generation, settings, logprobs))
+        raise
+    write_json(as_dict(lm, generation, settings, logprobs))
+
+
+def as_dict(
+    lm: "LanguageModel", generation: "Generation", settings: dict[str, Any], logprobs: list[float]
+) -> dict[str, Any]:
+    """What `--json` tells; `finish` is null if the generation was interrupted."""
+    return {
+        "model": lm.origin,
+        "text": generation.text,
+        "finish": generation.finish,
+        "prompt_tokens": len(generation.prompt),
+        "tokens": generation.tokens,
+        "logprobs": logprobs,
+        "sampling": settings,
+        "stats": generation.stats.to_dict(),
+    }
+
+
+def print_stats(generation: "Generation") -> None:
+    """Speed and memory, on standard error."""
+    from mlx_tformer.memory import human
+
+    stats = generation.stats
+    first = f"first token after {stats.first_token_seconds:.2f} s"
+    note(f"prompt: {stats.prompt_tokens} tokens, {stats.prompt_rate:.1f} tokens/s, {first}")
+    note(f"generation: {stats.tokens} tokens, {stats.rate:.1f} tokens/s")
+    note(f"memory: peak {human(stats.peak_bytes)}, KV cache {human(stats.cache_bytes)}")
+
+
+def why_it_ended(lm: "LanguageModel", generation: "Generation", chat: bool) -> None:
+    """Say that a text was cut off, where that may not be what was meant."""
+    if len(generation.prompt) + len(generation.tokens) >= lm.context:
+        note(f"stopped, because the context of {lm.context} tokens is full")
+    elif chat:
+        note(f"stopped after {len(generation.tokens)} tokens; --max-tokens allows more")
