@@ -1,6 +1,7 @@
 """`mlx-tformer generate`: text from a prompt, as it comes."""
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 FILTERS = {"top_k", "top_p", "min_p"}
 
 
@@ -37,20 +39,7 @@ FILTERS = {"top_k", "top_p", "min_p"}
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
-def command(
-    prompt: str | None,
-    model: str | None,
-    revision: str | None,
-    system: str | None,
-    raw: bool,
-    max_tokens: int,
-    stop: tuple[str, ...],
-    dtype: str | None,
-    as_json: bool,
-    stats: bool,
-    wired: bool,
-    **sampling: float | int | None,
-) -> None:
+def command(**options: Any) -> None:
     """Continue PROMPT, or answer it if the model has a chat template.
 
     Without PROMPT, or if it is -, the text is read from standard input (a line end at its end does not count). Without
@@ -73,25 +62,51 @@ def command(
 
     --stats shows prompt tokens per second until the first new token, and generated tokens per second after it.
     """
-    text = prompt_text(prompt)
-    if raw and system is not None:
-        raise click.UsageError("--system needs the chat template, which --raw leaves out")
-    lm = loaded(model, dtype, revision)
-    chat = lm.has_chat_template and not raw
-    ids = conversation(lm, text, system) if chat else plain(lm, text, system)
-    from mlx_tformer.memory import bounded_cache, check_fits
-    from mlx_tformer.memory import wired as resident
+    generate(Request(**options))
 
-    check_fits(lm.model, tokens=max(0, min(len(ids) + max_tokens, lm.context)), dtype=lm.dtype)
-    settings = chosen(lm, sampling)
-    with bounded_cache(FREED), resident(wired):
-        generation = lm.generate(ids, max_tokens=max_tokens, stop=stop, **settings)
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: an attribute for each option; None is what was not given."""
+
+    prompt: str | None
+    model: str | None
+    revision: str | None
+    system: str | None
+    raw: bool
+    max_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+    dtype: str | None
+    as_json: bool
+    stats: bool
+    wired: bool
+
+
+def generate(asked: Request) -> None:
+    """Do what was asked for."""
+    text = prompt_text(asked.prompt)
+    if asked.raw and asked.system is not None:
+        raise click.UsageError("--system needs the chat template, which --raw leaves out")
+    lm = loaded(asked)
+    chat = lm.has_chat_template and not asked.raw
+    ids = conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)
+    from mlx_tformer.memory import bounded_cache, check_fits, wired
+
+    check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
+    settings = sampling(lm, asked)
+    with bounded_cache(FREED), wired(asked.wired):
+        generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **settings)
         for line in lm.notes:
             note(line)
         try:
-            print_json(lm, generation, settings) if as_json else print_text(generation)
+            print_json(lm, generation, settings) if asked.as_json else print_text(generation)
         finally:
-            if stats and generation.stats.tokens:
+            if asked.stats and generation.stats.tokens:
                 print_stats(generation)
     if generation.finish == "length":
         why_it_ended(lm, generation, chat)
@@ -110,14 +125,14 @@ def prompt_text(prompt: str | None) -> str:
     return prompt
 
 
-def loaded(model: str | None, dtype: str | None, revision: str | None) -> "LanguageModel":
+def loaded(asked: Request) -> "LanguageModel":
     """The model that is asked for, or the bundled one, which is said in its notes."""
     from mlx_tformer import load
     from mlx_tformer.checkpoint.open import BUNDLED, EXAMPLE, bundled
 
     # Whether the asked length fits is checked when the prompt has been counted.
-    lm = load(bundled() if model is None else model, dtype, context=0, revision=revision)
-    if model is None:
+    lm = load(bundled() if asked.model is None else asked.model, asked.dtype, context=0, revision=asked.revision)
+    if asked.model is None:
         lm.notes.append(f"using the bundled model {BUNDLED}; a real one to try: --model {EXAMPLE}")
     return lm
 
@@ -135,9 +150,9 @@ def plain(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]"
     return lm.tokens(text)
 
 
-def chosen(lm: "LanguageModel", sampling: dict[str, float | int | None]) -> dict[str, Any]:
+def sampling(lm: "LanguageModel", asked: Request) -> dict[str, Any]:
     """The sampling settings: what was given, then what the model's authors recommend."""
-    given = {name: value for name, value in sampling.items() if value is not None}
+    given = {name: value for name in SAMPLING if (value := getattr(asked, name)) is not None}
     settings: dict[str, Any] = {**lm.recommended_sampling, **given}
     if given.keys() & FILTERS:
         settings.setdefault("temperature", 1.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -97,6 +97,6 @@ def check_ids(ids: mx.array, vocab: int) -> None:
     """Raise UsageError for ids that are not rows of the embedding: MLX would read whatever lies there."""
     if ids.ndim != 2 or not mx.issubdtype(ids.dtype, mx.integer):
         raise UsageError(f"ids: found {ids.dtype} of shape {ids.shape}, expected integers of shape (B, L)")
-    low, high = (int(ids.min().item()), int(ids.max().item())) if ids.size else (0, 0)
-    if low < 0 or high >= vocab:
-        raise UsageError(f"ids: found {low if low < 0 else high}, expected 0 to {vocab - 1}")
+    wrong = next((i for i in cast(list[int], ids.flatten().tolist()) if not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise UsageError(f"ids: found {wrong}, expected 0 to {vocab - 1}")

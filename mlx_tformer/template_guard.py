@@ -191,9 +191,6 @@ class Each:
 
     def __iter__(self) -> Iterator[Any]:
         for item in self.over:
-            self.budget.tick()
-            if isinstance(item, CONTAINERS):
-                self.budget.measure(item)
             yield item
 
     def __len__(self) -> int:

@@ -31,6 +31,8 @@ TEMPLATES = re.compile(r"chat_template\.jinja|chat_templates/[^/]+\.jinja|chat_t
 LFS = b"version https://git-lfs.github.com/spec"
 GROWTH = 64
 """How many times longer a tokenizer's normalizer may make a text. Those in use make it at most three times as long."""
+SPARE = 100_000
+"""Ids that a vocabulary may leave out."""
 GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
 GPT2_MODELS = ("gpt2", "gpt_neo", "gptj", "opt")
 
@@ -42,6 +44,8 @@ class Loaded:
     """What the files say: the `tokenizers` object, the tokens that have names, and the chat templates."""
 
     backend: "Backend"
+    size: int
+    """The highest id, plus one."""
     where: str
     """What errors name."""
     names: dict[str, str]
@@ -87,7 +91,7 @@ def load(files: Mapping[str, bytes], origin: str) -> Loaded | None:
         reader.surround(backend, names)
     clean_up = reader.config.get("clean_up_tokenization_spaces") is True and type(backend.model).__name__ != "BPE"
     templates, template_file = reader.templates()
-    return Loaded(backend, reader.where(JSON), names, templates, reader.where(template_file), clean_up)
+    return Loaded(backend, reader.size(backend), reader.where(JSON), names, templates, reader.where(template_file), clean_up)
 
 
 class _Reader:
@@ -190,6 +194,14 @@ class _Reader:
                 if not space or " " in second:
                     raise BadInput(f"line {number}: expected two tokens", file=self.where("merges.txt"))
                 yield first, second
+
+    def size(self, backend: "Backend") -> int:
+        """The highest id, plus one; refused if it is far beyond what the tokens need, since the package makes lists of ids."""
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        highest = max(ids, default=-1)
+        if highest > 4 * len(ids) + SPARE:
+            raise BadInput(f"found id {highest} in a vocabulary of {len(ids)} tokens", file=self.where(JSON))
+        return highest + 1
 
     def surround(self, backend: "Backend", names: Mapping[str, str]) -> None:
         """Put the tokens around a text that the config asks for, where no tokenizer.json says so."""

@@ -151,7 +151,7 @@ def clean_up(text: str) -> str:
     return text
 
 
-def detokenizer(decoder: Any, piece: Piece, decode: Decode) -> Detokenizer:
+def detokenizer(decoder: Any, piece: Piece, decode: Decode, vocabulary: Callable[[], Iterable[str]]) -> Detokenizer:
     """A stream for what the tokenizer's decoder, given as its JSON, does."""
     steps = flat(decoder)
     kinds = [step["type"] for step in steps]
@@ -165,6 +165,9 @@ def detokenizer(decoder: Any, piece: Piece, decode: Decode) -> Detokenizer:
     replaced = [step for step in steps if step["type"] == "Replace"]
     if any("String" not in step["pattern"] or "<" in step["content"] for step in replaced):
         return WholeStream(decode)  # it could make a byte token
+    ends = [step["suffix"] for step in steps if step["type"] == "BPEDecoder"]
+    if any(end in token[: -len(end)] for end in ends for token in vocabulary()):
+        return WholeStream(decode)  # a token would change, and not only at its end, when another one follows
     return PieceStream(piece, decode, bytes_wait="ByteFallback" in kinds)
 
 

@@ -39,6 +39,7 @@ class Tokenizer:
     def __init__(self, loaded: Loaded):
         self._backend: Backend = loaded.backend
         self._where = loaded.where
+        self.size = loaded.size
         self._names = loaded.names
         self._clean = loaded.clean_up
         self._sources = loaded.templates
@@ -75,11 +76,6 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({self.size} ids, {self._where})"
 
-    @cached_property
-    def size(self) -> int:
-        """The highest id, plus one."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
     def encode(self, text: str, *, special: bool = False, add_bos: bool = True) -> list[int]:
         """The ids of a text.
 
@@ -105,7 +101,7 @@ class Tokenizer:
     def stream(self, *, skip_special: bool = False) -> TextStream:
         """Text for ids that come one by one; its pieces, put together, are what `decode` gives."""
         skip = (index for index, _ in self._control.tokens) if skip_special else ()
-        made = detokenizer(self._decoder, self._backend.id_to_token, self._decode)
+        made = detokenizer(self._decoder, self._backend.id_to_token, self._decode, self._backend.get_vocab)
         return TextStream(made, skip=skip, clean=self._clean)
 
     def token_text(self, index: int) -> str:

@@ -259,6 +259,7 @@ def test_the_sizes_of_a_layer_follow_from_what_is_given() -> None:
     layer = Attention(32, 4)
     assert (layer.kv_heads, layer.head_dim, layer.scale) == (4, 8, 8**-0.5)
     assert (layer.qkv.weight.shape, layer.out.weight.shape) == ((96, 32), (32, 32))
+    assert Attention(32, 4, scale=0.7).scale == 0.7
     layer = Attention(32, 4, 1, 6, bias=True, out_bias=False)
     assert (layer.qkv.weight.shape, layer.out.weight.shape) == ((36, 32), (32, 24))
     assert isinstance(layer.qkv, Linear) and "bias" in layer.qkv and "bias" not in layer.out

@@ -248,12 +248,11 @@ def test_a_stack_without_a_norm_ends_with_its_last_layer() -> None:
 
 
 def test_building_a_model_allocates_nothing() -> None:
-    """Of 500 billion parameters."""
     mx.synchronize()
     before = mx.get_active_memory()
-    huge = Block(attn=Residual(Attention(2**17, 1024)), mlp=Residual(GatedMlp(2**17, 2**19)))
-    model = LM(Embed(2**20, 2**17), Stack([huge, huge]))
-    assert sum(v.size for v in leaves(model).values()) > 5e11
+    block = Block(attn=Residual(Attention(2048, 16)), mlp=Residual(GatedMlp(2048, 5504)))
+    model = LM(Embed(32000, 2048), Stack([block]))
+    assert sum(v.size for v in leaves(model).values()) > 1e8
     assert mx.get_active_memory() - before < 10_000
 
 

@@ -20,7 +20,7 @@ TIGHT = 5e-5
 
 Config = dict[str, Any]
 DEFAULTS: dict[str, Config] = json.loads((GOLDEN / "defaults.json").read_text())
-WINDOWED = [case for case in CASES if any("Window" in str(type(s)) for s in golden(case).new_cache().states.values())]
+WINDOWED = [case for case in CASES if config_of(case).get("sliding_window") is not None]
 
 
 def ids_of(case: str) -> mx.array:
@@ -65,6 +65,23 @@ def test_greedy_text_is_that_of_transformers(case: str) -> None:
         ids = model(ids, cache)[:, -1:].argmax(axis=-1)
         found.append(int(np.array(ids)[0, 0]))
     assert found == wanted
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sizes", [[10] + [1] * 14, [5, 8, 11]], ids=["steps", "chunks"])
+def test_the_patterns_of_cached_steps_are_those_rows_of_transformers(case: str, sizes: list[int]) -> None:
+    """A window's cache holds its last keys alone; what is not there has no weight in the whole pattern either."""
+    model, ids = golden(case), ids_of(case)
+    cache, start = model.new_cache(24), 0
+    for size in sizes:
+        with seen("*.pattern") as found:
+            model(ids[:, start : start + size], cache)
+        for i, pattern in enumerate(found.values()):
+            wanted = expected(case)[f"attention.{i}"][:, :, start : start + size, : start + size]
+            kept = pattern.shape[-1]
+            assert gap(pattern, wanted[..., start + size - kept :]) < 1e-5
+            assert not wanted[..., : start + size - kept].any()
+        start += size
 
 
 # --- one pass, chunks, steps, batches ---
@@ -212,6 +229,7 @@ def test_short_and_long_frequencies_are_never_mixed_in_one_cache(case: str) -> N
     assert gap(planned, expected(case)["logits"]) < TIGHT
     assert gap(short, expected(case)["logits"]) > limit(expected(case)["logits"])
     assert gap(short[:, :22], model(ids[:, :22])) < TIGHT  # as if it had known 22 tokens alone
+    assert gap(short, in_parts(model, ids, [10, 14], model.new_cache(10))) < TIGHT
     assert [[position.regime(n) for n in (10, 22)] for position in model.scaled_positions()] == [[0, 0]]
 
 
@@ -223,9 +241,18 @@ def test_only_positions_that_depend_on_the_length_count_as_scaled(case: str) -> 
 # --- config dialects ---
 
 
+def derived_layers(config: Config) -> list[str]:
+    """What `layer_types` would say if only the settings spoke that came before it."""
+    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 0)
+    windowed = config.get("use_sliding_window", False)
+    return ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(layers)]
+
+
 def old_dialect(config: Config, kind: str = "rope_type") -> Config:
     """The same config in the words of transformers 4; `kind` is what it called the rope type."""
     config = {**config, "torch_dtype": config.pop("dtype"), "transformers_version": "4.42.0"}
+    if config.get("layer_types") == derived_layers(config):
+        del config["layer_types"]
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     name = rope.pop("rope_type")
@@ -320,20 +347,20 @@ ELSEWHERE = {"max_position_embeddings", "use_sliding_window", "max_window_layers
 MATTERS = {("llama-dynamic", "max_position_embeddings"), ("llama-longrope", "max_position_embeddings")}
 
 
-@pytest.mark.parametrize(
-    ("case", "key"),
-    [(case, key) for case in CASES for key in settings_of(case) if key not in ELSEWHERE or (case, key) in MATTERS],
-)
-def test_a_wrong_setting_moves_the_logits_or_does_not_load(case: str, key: str, tmp_path: Path) -> None:
-    config = config_of(case)
-    holder = config["rope_parameters"] if key.startswith("rope_parameters.") else config
-    name = key.rpartition(".")[2]
-    holder[name] = wrong(key, holder[name])
-    try:
-        other = variant(case, config, tmp_path)
-    except BadInput:
-        return
-    assert moved(case, other)
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_setting_moves_the_logits_or_does_not_load(case: str, tmp_path: Path) -> None:
+    for key in settings_of(case):
+        if key in ELSEWHERE and (case, key) not in MATTERS:
+            continue
+        config, name = config_of(case), key.rpartition(".")[2]
+        holder = config["rope_parameters"] if key.startswith("rope_parameters.") else config
+        holder[name] = wrong(key, holder[name])
+        (tmp_path / key).mkdir()
+        try:
+            other = variant(case, config, tmp_path / key)
+        except BadInput:
+            continue
+        assert moved(case, other), f"{key} = {holder[name]}"
 
 
 @pytest.mark.parametrize("change", [{"sliding_window": 6}, {"max_window_layers": 2}, {"use_sliding_window": False}])

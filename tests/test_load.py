@@ -32,15 +32,17 @@ from mlx_tformer.checkpoint.load import fill, stored_dtype
 from mlx_tformer.checkpoint.open import open_source
 from mlx_tformer.checkpoint.plan import Plan, plan
 from mlx_tformer.checkpoint.safetensors_file import SafetensorsFile
-from mlx_tformer.checkpoint.source import Source
+from mlx_tformer.checkpoint.source import Source, Tensor
 from mlx_tformer.errors import BadInput, MlxTformerError, UsageError
 
 IDS = mx.array([[5, 11, 2, 7, 40, 3]])
 
 
 def logits(where: Path, **settings: Any) -> mx.array:
-    """What a loaded model makes of `IDS`."""
-    return mt.load(where, **settings)(IDS)
+    """What a loaded model makes of `IDS`, computed now, since the files may change afterwards."""
+    found = mt.load(where, **settings)(IDS)
+    mx.eval(found)
+    return found
 
 
 def parameters(model: nn.Module) -> Weights:
@@ -229,7 +231,9 @@ def test_parts_that_only_together_have_the_right_size_are_refused(tmp_path: Path
 
 def test_parts_of_different_width_or_rank_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.v_proj.weight"
-    for i, value in enumerate((mx.zeros((48, 40)), mx.zeros(48), mx.array(0.0), mx.zeros((48, 48, 1)), mx.zeros((0, 48)))):
+    for i, value in enumerate(
+        (mx.zeros((48, 40)), mx.zeros(48), mx.array(0.0), mx.zeros((48, 48, 1)), mx.zeros((0, 48)))
+    ):
         weights = case_weights("llama-mha") | {name: value}
         problem = f"{name}: found shape {value.shape}, expected (48, 48)"
         refusal(BadInput, problem, of=lambda i=i, weights=weights: loads(tmp_path / f"{i}", weights))
@@ -244,7 +248,9 @@ def test_integers_where_floats_are_due_are_refused(tmp_path: Path, dtype: mx.Dty
 
 
 def test_weights_that_are_computed_anyway_are_not_needed(tmp_path: Path) -> None:
-    weights = case_weights("llama-mha") | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": mx.ones(6) for i in (0, 2)}
+    weights = case_weights("llama-mha") | {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": mx.ones(6) for i in (0, 2)
+    }
     assert same(loads(tmp_path / "model", weights)(IDS), logits(GOLDEN / "llama-mha"))
 
 
@@ -333,7 +339,9 @@ def test_ids_that_are_no_batch_of_integers_are_refused() -> None:
 # --- memory ---
 
 
-def test_a_model_that_cannot_fit_is_refused_with_both_figures_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_fit_is_refused_with_both_figures_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def mapped(file: SafetensorsFile, name: str) -> mx.array:
         raise AssertionError(f"{name} was read")
 
@@ -371,7 +379,9 @@ def test_parts_that_are_packed_alike_stay_packed_and_keep_their_values() -> None
     found = parameters(made.model)
     parts = [source.arrays[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]
     assert same(found[f"{LAYER}.weight"], mx.concatenate(parts))
-    assert same(found[f"{LAYER}.scales"][:32], source.arrays["model.layers.0.self_attn.q_proj.scales"].astype(mx.float32))
+    assert same(
+        found[f"{LAYER}.scales"][:32], source.arrays["model.layers.0.self_attn.q_proj.scales"].astype(mx.float32)
+    )
 
 
 UNLIKE = {
@@ -422,8 +432,6 @@ def test_packed_tensors_that_do_not_go_together_are_refused(changes: Any, proble
         del source.arrays[name]
         if array is not None:
             source.arrays[name] = array
-    from mlx_tformer.checkpoint.source import Tensor
-
     source.tensors = {name: Tensor(array.shape, array.dtype) for name, array in source.arrays.items()}
     refusal(BadInput, problem, of=lambda: plan(source))
 

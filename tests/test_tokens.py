@@ -87,8 +87,9 @@ def test_an_id_out_of_range_is_refused() -> None:
 
 
 def test_a_text_that_is_none_is_refused() -> None:
+    number: Any = 5
     with pytest.raises(UsageError, match="found a int"):
-        LOADED["byte-level"].encode(5)  # type: ignore[arg-type]
+        LOADED["byte-level"].encode(number)
     with pytest.raises(UsageError, match="position 2"):
         LOADED["byte-level"].encode("ab\ud800")
 
@@ -185,8 +186,8 @@ def test_a_stream_keeps_only_a_few_tokens() -> None:
         stream = tokenizer.stream()
         for index in (tokenizer.size - 1, 7, *tokenizer.encode("the hat is on the mat   ", add_bos=False)) * 200:
             stream.add(index)
-        kept = stream._detokenizer
-        assert len(kept._head + kept._last + kept._run) <= 8, kind  # type: ignore[attr-defined]
+        kept: Any = stream._detokenizer
+        assert len(kept._head + kept._last + kept._run) <= 8, kind
 
 
 def test_an_id_without_a_token_has_no_text() -> None:
@@ -343,8 +344,9 @@ def test_without_a_chat_template_the_way_on_is_told() -> None:
 def test_a_conversation_that_is_none_is_refused(messages: Any) -> None:
     with pytest.raises(UsageError, match="expected"):
         LOADED["byte-level"].chat(messages)
+    tools: Any = [len]
     with pytest.raises(UsageError, match="tools"):
-        LOADED["byte-level"].chat(HELLO, tools=[len])  # type: ignore[list-item]
+        LOADED["byte-level"].chat(HELLO, tools=tools)
 
 
 def test_tools_choose_the_template_for_tools() -> None:

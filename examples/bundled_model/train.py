@@ -70,10 +70,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def make_model(start: Path | None) -> LlamaForCausalLM:
-    """The model of the checkpoint `start` or else an untrained one, with dropout on the embeddings and on what each half of a block adds.
+    """The model of the checkpoint `start`, or else an untrained one.
 
-    transformers' Llama knows dropout on the attention pattern only; that would forgo the fused attention, and would be
-    too little for so small a corpus.
+    It has dropout on the embeddings and on what each half of a block adds. transformers' Llama knows dropout on the
+    attention pattern only; that would forgo the fused attention, and would be too little for so small a corpus.
     """
     model = LlamaForCausalLM(CONFIG) if start is None else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     places = [model.model.embed_tokens]

@@ -5,14 +5,15 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import InputOutputError
 
 
 def check_target(target: Path, source: Path | None) -> None:
-    """Raise InputOutputError unless a new folder can be put at `target`: nothing is there, or an empty folder."""
+    """Raise InputOutputError unless a new folder can be put at `target`: nothing is there, or an empty folder, and the
+    folder above may be written."""
     with _plainly(target):
         target = target.resolve()
         if source is not None and target == source.resolve():
@@ -22,8 +23,11 @@ def check_target(target: Path, source: Path | None) -> None:
                 raise InputOutputError(f"{target}: is not empty; choose another destination or remove it first")
             if target.is_mount():
                 raise InputOutputError(f"{target}: is the root of a disk; choose a folder in it")
-        elif target.exists():
-            raise InputOutputError(f"{target}: is a file; choose another destination")
+        above = next(path for path in (target, *target.parents) if path.exists())
+        if not above.is_dir():
+            raise InputOutputError(f"{above}: is a file; choose another destination")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise InputOutputError(f"{above}: may not be written; choose another destination")
 
 
 @contextmanager
@@ -85,23 +89,22 @@ def _locked(partial: Path, target: Path) -> Iterator[None]:
 
 
 def _lock(partial: Path, target: Path) -> int:
-    partial.mkdir(exist_ok=True)
     try:
-        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:  # the other one has just finished
-        raise _busy(target) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not partial.exists() or partial.stat().st_ino != os.fstat(lock).st_ino:
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(lock)
-        raise _busy(target) from None
-    return lock
-
-
-def _busy(target: Path) -> InputOutputError:
-    return InputOutputError(f"{target}: another conversion is writing it")
+        partial.mkdir(exist_ok=True)
+        with ExitStack() as opened:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if partial.stat().st_ino == os.fstat(lock).st_ino:
+                opened.pop_all()
+                return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass  # somebody else writes there, or has just finished
+    except BaseException:
+        with suppress(OSError):  # not empty, or not a folder: not ours
+            partial.rmdir()
+        raise
+    raise InputOutputError(f"{target}: another conversion is writing it")
 
 
 def _empty(folder: Path) -> None:

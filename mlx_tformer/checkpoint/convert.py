@@ -24,7 +24,7 @@ from .safetensors_file import CODES, SafetensorsWriter
 from .source import BITS, GROUPS, Quantization, Source, Tensor
 
 SHARD = 5_000_000_000
-"""Bytes of weights in one file at most, unless a single tensor is larger."""
+"""Bytes of weights in one file at most, unless a single module has more."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes written so far and in all."""
@@ -189,15 +189,18 @@ class _Work:
 
     def _shards(self) -> dict[str, list[str]]:
         """The tensors of each file, in the order in which they are written; the parts of a module stay together."""
+        modules: dict[str, list[str]] = {}
+        for name in self.tensors:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
         groups: list[list[str]] = [[]]
         size = 0
-        for name in self.tensors:
-            starts = name.rpartition(".")[0] != (groups[-1][-1] if groups[-1] else name).rpartition(".")[0]
-            if starts and size + self.tensors[name].nbytes > SHARD:
+        for names in modules.values():
+            nbytes = sum(self.tensors[name].nbytes for name in names)
+            if groups[-1] and size + nbytes > SHARD:
                 groups.append([])
                 size = 0
-            groups[-1].append(name)
-            size += self.tensors[name].nbytes
+            groups[-1] += names
+            size += nbytes
         if len(groups) == 1:
             return {SINGLE: groups[0]}
         return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
@@ -274,12 +277,11 @@ class _Work:
         """What `conversion.json` says; for a conversion of a conversion, where things came from in the first place."""
         result, earlier = self.result, _earlier(self.source)
         for name, entry in result.tensors.items():
-            before = [earlier.tensors[source] for source in entry["from"] if source in earlier.tensors]
-            if before:
-                entry["from"] = [source for one in before for source in one["from"]]
-            errors = [one["error"] for one in (entry, *before) if "error" in one]
-            if errors and name.rpartition(".")[2] not in ("scales", "biases"):
-                entry["error"] = sum(errors)  # at most, of two roundings one after the other
+            source = entry["from"][0]  # the only one, if there is an earlier record: the names were ours already
+            before = earlier.tensors.get(source, entry)
+            entry["from"] = before["from"]
+            if source == name and "error" in before and before is not entry:
+                entry["error"] = entry.get("error", 0.0) + before["error"]  # of two roundings, at most
         return {
             "layout": LAYOUT,
             "parameters": result.parameters,

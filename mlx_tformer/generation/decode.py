@@ -77,7 +77,8 @@ class Decoder:
 
     def _take(self, chosen: tuple[mx.array, mx.array]) -> tuple[int, float]:
         """Wait for a token and append it to the text."""
-        token, logprob = int(chosen[0].item()), float(chosen[1].item())
+        token, logprob = chosen[0].item(), chosen[1].item()
+        assert isinstance(token, int) and isinstance(logprob, float)
         if math.isnan(logprob):
             raise NotANumber(f"the logits after token {len(self.ids)} are not numbers; try another --dtype")
         self.ids.append(token)

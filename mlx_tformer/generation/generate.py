@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
@@ -120,7 +120,7 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     elif isinstance(prompt, mx.array):
         if prompt.ndim == 2 and prompt.shape[0] != 1:
             raise UsageError(f"prompt: found a batch of {prompt.shape[0]}, expected one text")
-        ids = prompt.flatten().tolist()
+        ids = cast(list[int], prompt.flatten().tolist())
     else:
         ids = list(prompt)
     if not ids:

@@ -42,7 +42,8 @@ class Stack(Module):
 class LM(Module):
     """A decoder-only language model: ids (B, L) -> logits (B, L, V). Without a `head` the embedding serves as one.
 
-    `context` is the number of tokens that its positions are made for, before any scaling stretches them (None: no limit).
+    `context` is the number of tokens that its positions are made for, before any scaling stretches them (None: no
+    limit).
 
     >>> from mlx_tformer.nn import Attention, Block, GatedMlp, Residual
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
