@@ -15,6 +15,8 @@ from .errors import BadInput
 from .nn import ACTIVATIONS, DynamicNTK, LinearScaling, Llama3, LongRope, Rope, Scaling, Unscaled, Yarn
 
 MOST_LAYERS = 10_000
+MOST = 2**31 - 1
+"""MLX counts the rows and columns of an array in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,16 @@ class Rule:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Bounded, because an int of a thousand digits is a number that no float can hold.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
-SIZE = Rule("a whole number of 1 or more", _is_size)
+SIZE = Rule(f"a whole number from 1 to {MOST}", _is_size)
+WIDTH = Rule(f"a whole number from 1 to {2**24}", lambda v: _is_size(v) and v <= 2**24)
 LAYERS = Rule(f"a whole number from 1 to {MOST_LAYERS}", lambda v: _is_size(v) and v <= MOST_LAYERS)
 COUNT = Rule("a whole number of 0 or more", lambda v: _is_size(v) or (v == 0 and not isinstance(v, bool)))
 POSITIVE = Rule("a number above 0", lambda v: _is_number(v) and v > 0)
@@ -43,29 +47,29 @@ NUMBERS = Rule("a list of numbers above 0", lambda v: isinstance(v, list) and al
 ACTIVATION = Rule(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
 LAYER_TYPES = Rule(
     "a list of full_attention and sliding_attention",
-    lambda v: isinstance(v, list) and set(v) <= {"full_attention", "sliding_attention"},
+    lambda v: isinstance(v, list) and all(kind in ("full_attention", "sliding_attention") for kind in v),
 )
 
 RULES: dict[str, Rule] = {
     "attention_bias": FLAG,
-    "head_dim": SIZE,
+    "head_dim": WIDTH,
     "hidden_act": ACTIVATION,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
     "layer_types": LAYER_TYPES,
     "max_position_embeddings": SIZE,
     "max_window_layers": COUNT,
     "mlp_bias": FLAG,
-    "num_attention_heads": SIZE,
+    "num_attention_heads": WIDTH,
     "num_hidden_layers": LAYERS,
-    "num_key_value_heads": SIZE,
+    "num_key_value_heads": WIDTH,
     "original_max_position_embeddings": SIZE,
     "rms_norm_eps": POSITIVE,
     "rope_theta": ABOVE_ONE,
     "sliding_window": SIZE,
     "tie_word_embeddings": FLAG,
     "use_sliding_window": FLAG,
-    "vocab_size": SIZE,
+    "vocab_size": WIDTH,
 }
 """What a key that families read must hold. A family that reads a new key adds it here."""
 
@@ -73,23 +77,29 @@ RULES: dict[str, Rule] = {
 HARMLESS = frozenset(
     {
         "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
-        "_from_model_config", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "auto_map",
-        "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",
-        "cross_attention_hidden_size", "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id",
-        "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-        "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-        "max_position_embeddings", "mlx_tformer", "model_type", "output_attentions", "output_hidden_states",
-        "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
-        "resid_pdrop", "return_dict", "sep_token_id", "suppress_tokens", "task_specific_params", "tf_legacy_loss",
-        "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
-        "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
+        "_from_model_config", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
+        "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
+        "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
+        "diversity_penalty", "do_sample", "dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size",
+        "eos_token_id", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
+        "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_decoder",
+        "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_position_embeddings", "min_length",
+        "mlx_tformer", "model_type", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+        "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
+        "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty",
+        "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+        "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+        "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed",
+        "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
     }
 )
 # fmt: on
-"""Keys that cannot change what a decoder computes: training, bookkeeping, tokens and labels."""
+"""Keys that cannot change what a decoder computes: training, generation, bookkeeping, tokens and labels."""
+
+HARMLESS_VALUES = {"is_llama_config": True, "rope_interleaved": False, "use_mrope": False}
+"""Keys that say what is so anyway, as long as they hold these values (SmolLM2, Qwen 2.5)."""
 
 ROPE_KEYS = {
-    "theta": ABOVE_ONE,
     "factor": POSITIVE,
     "attention_factor": POSITIVE,
     "beta_fast": POSITIVE,
@@ -113,7 +123,7 @@ class Config:
     >>> c = Config({"model_type": "llama", "hidden_size": -64, "colour": "red", "dtype": None})
     >>> c["hidden_size"]
     Traceback (most recent call last):
-    mlx_tformer.errors.BadInput: config.json: hidden_size: found -64, expected a whole number of 1 or more
+    mlx_tformer.errors.BadInput: config.json: hidden_size: found -64, expected a whole number from 1 to 16777216
     >>> c.finish()
     Traceback (most recent call last):
     mlx_tformer.errors.BadInput: config.json: colour: found 'red', a setting that llama does not know
@@ -163,7 +173,8 @@ class Config:
 
     def finish(self) -> None:
         """Raise BadInput for the settings that nobody read and that could matter."""
-        left = {k: v for k, v in self.values.items() if k not in self._read | HARMLESS and v is not None}
+        passed = self._read | HARMLESS | {k for k, v in HARMLESS_VALUES.items() if self.values.get(k) is v}
+        left = {k: v for k, v in self.values.items() if k not in passed and v is not None}
         if not left:
             return
         first, *others = left
@@ -178,7 +189,11 @@ class Config:
         dims = int(head_dim * table.get("partial_rotary_factor", 1.0))
         if dims < 2 or dims % 2:
             raise BadInput(f"found {dims} rotary features, expected an even number", file=self.file, field="head_dim")
-        return Rope(dims, table.get("rope_theta", 10000.0), self._scaling(table, dims), interleaved=interleaved)
+        rope = Rope(dims, table.get("rope_theta", 10000.0), self._scaling(table, dims), interleaved=interleaved)
+        if not _turns(rope):
+            problem = f"found {_short(table)}, which gives no usable frequencies for {dims} features"
+            raise BadInput(problem, file=self.file, field=self.rope_field)
+        return rope
 
     def _rope_table(self, layer_type: str | None) -> dict[str, Any]:
         """What is said about rotary positions, wherever it stands, in the words of transformers 5."""
@@ -196,12 +211,11 @@ class Config:
         merged = {k: v for k, v in {**around, **table}.items() if v is not None}
         for key, value in merged.items():
             if key not in ("rope_type", "type"):
-                self._check_rope(key, value)
+                self._check_rope(key if table.get(key) is None else f"{self.rope_field}.{key}", value)
         return merged
 
-    def _check_rope(self, key: str, value: object) -> None:
-        rule = ROPE_KEYS.get(key)
-        where = f"{self.rope_field}.{key}"
+    def _check_rope(self, where: str, value: object) -> None:
+        rule = ROPE_KEYS.get(where.rpartition(".")[2])
         if rule is None:
             raise BadInput(f"found {_short(value)}, a setting that is not known", file=self.file, field=where)
         if not rule.holds(value):
@@ -209,7 +223,7 @@ class Config:
 
     def _scaling(self, table: dict[str, Any], dims: int) -> Scaling:
         kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             field, expected = f"{self.rope_field}.rope_type", f"one of {', '.join(SCALINGS)}"
             raise BadInput(f"found {_short(kind)}, expected {expected}", file=self.file, field=field)
         return SCALINGS[kind](RopeTable(self, table, dims))
@@ -229,7 +243,7 @@ class RopeTable:
         for key in required:
             if key not in self.table:
                 raise BadInput("missing", file=self.config.file, field=f"{self.config.rope_field}.{key}")
-        for key in self.table.keys() - around - {*required, *optional}:
+        for key in [key for key in self.table if key not in around | {*required, *optional}]:
             kind = self.table.get("rope_type", self.table.get("type", "default"))
             problem = f"found {_short(self.table[key])}, a setting that rope type {kind} does not have"
             raise BadInput(problem, file=self.config.file, field=f"{self.config.rope_field}.{key}")
@@ -268,7 +282,11 @@ def _yarn(t: RopeTable) -> Scaling:
 
 def _llama3(t: RopeTable) -> Scaling:
     found = t.take("factor", "low_freq_factor", "high_freq_factor", optional=("original_max_position_embeddings",))
-    return Llama3(found["factor"], found["low_freq_factor"], found["high_freq_factor"], t.trained)
+    low, high = found["low_freq_factor"], found["high_freq_factor"]
+    if high <= low:
+        problem = f"found {_short(high)}, expected more than low_freq_factor ({_short(low)})"
+        raise BadInput(problem, file=t.config.file, field=f"{t.config.rope_field}.high_freq_factor")
+    return Llama3(found["factor"], low, high, t.trained)
 
 
 def _longrope(t: RopeTable) -> Scaling:
@@ -294,6 +312,15 @@ SCALINGS: dict[str, Callable[[RopeTable], Scaling]] = {
     "su": _longrope,
 }
 """How each `rope_type` is read. `su` is what Phi-3's first configs called longrope."""
+
+
+def _turns(rope: Rope) -> bool:
+    """True if the settings give frequencies that float32 can hold, for short texts and for long ones."""
+    try:
+        found = [f for n in (1, MOST) for f in rope.scaling.frequencies(rope.dims, rope.theta, rope.regime(n))]
+        return all(1e-37 < f < 1e37 for f in found) and math.isfinite(rope.scaling.amplitude)
+    except ArithmeticError:
+        return False
 
 
 def _short(value: object) -> str:

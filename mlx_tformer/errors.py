@@ -31,7 +31,8 @@ class BadInput(MlxTformerError, ValueError):
 
     def __init__(self, problem: str, *, file: str | Path | None = None, field: str | None = None):
         where = [str(part) for part in (file, field) if part is not None]
-        super().__init__(": ".join([*where, problem]))
+        # What a file says may hold line breaks and terminal codes.
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in ": ".join([*where, problem])))
 
 
 class InputOutputError(MlxTformerError, OSError):

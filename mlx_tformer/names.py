@@ -101,6 +101,8 @@ def _rule_for(name: str, names: Names) -> tuple[Rule, list[str], str] | None:
     """The rule for a tensor, the numbers in its name, and its leaf (`.weight`, or "" where the rule names the tensor
     itself)."""
     template, numbers = templated(name)
+    if template.count("{}") != len(numbers):
+        return None  # braces of the name's own
     module, _, leaf = template.rpartition(".")
     if template in names:
         return names[template], numbers, ""

@@ -91,7 +91,9 @@ def load(files: Mapping[str, bytes], origin: str) -> Loaded | None:
         reader.surround(backend, names)
     clean_up = reader.config.get("clean_up_tokenization_spaces") is True and type(backend.model).__name__ != "BPE"
     templates, template_file = reader.templates()
-    return Loaded(backend, reader.size(backend), reader.where(JSON), names, templates, reader.where(template_file), clean_up)
+    return Loaded(
+        backend, reader.size(backend), reader.where(JSON), names, templates, reader.where(template_file), clean_up
+    )
 
 
 class _Reader:

@@ -253,7 +253,7 @@ def row(found: Card, label: str) -> str:
 def test_masks_are_grouped_by_layers() -> None:
     types = (["sliding_attention"] * 5 + ["full_attention"]) * 2
     windows = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 512, "layer_types": types}
-    found = of(TINY | windows | {"num_hidden_layers": 12})
+    found = of(TINY | windows | {"num_hidden_layers": 12, "head_dim": 8})
     assert row(found, "mask") == "layers 0-4, 6-10: causal, window of 512; layers 5, 11: causal"
     per_token = 12 * 2 * 2 * 8 * 4
     assert found.kv_bytes_per_token == per_token

@@ -72,6 +72,7 @@ def test_dynamic_scaling_divides_the_slowest_pair_by_just_what_the_text_is_longe
 
 def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
     plain, scaled = (np.array(s.frequencies(64, 1e4)) for s in (Unscaled(), Yarn(4.0, 2048)))
+    plain, scaled = np.array(plain), np.array(scaled)
     turns = 2048 * plain / (2 * math.pi)
     assert (scaled[turns > 40] == plain[turns > 40]).all()
     np.testing.assert_allclose(scaled[turns < 0.8], plain[turns < 0.8] / 4)

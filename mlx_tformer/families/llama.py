@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..config import Config
+from ..config import MOST, Config
 from ..names import Drop, Names, Same, joined
 from ..nn import LM, Attention, Block, Embed, GatedMlp, Linear, Mask, Residual, RMSNorm, Stack
 
@@ -82,7 +82,10 @@ def head_sizes(c: Config) -> tuple[int, int, int]:
     head_dim = c.get("head_dim")
     if head_dim is None and c["hidden_size"] % heads:
         raise c.wrong("num_attention_heads", f"a divisor of hidden_size ({c['hidden_size']}), or a head_dim")
-    return heads, kv_heads, c["hidden_size"] // heads if head_dim is None else head_dim
+    head_dim = c["hidden_size"] // heads if head_dim is None else head_dim
+    if (heads + 2 * kv_heads) * head_dim > MOST:
+        raise c.wrong("num_attention_heads", f"at most {MOST} features of all heads together")
+    return heads, kv_heads, head_dim
 
 
 def tied(c: Config) -> bool:

@@ -107,6 +107,8 @@ def _explicit(
     if mask is not None:
         scores = mx.where(mask, scores, -mx.inf)
     scores = tap(module, "scores", scores)
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)  # an edit cannot make visible what is not
     pattern = mx.softmax(scores, axis=-1)
     if mask is not None:
         pattern = mx.where(mask, pattern, 0)  # a row with nothing to see is 0 / 0
