@@ -9,28 +9,46 @@ from .attention import Attention, attend
 from .block import Block, Parallel, Residual
 from .cache import KV, Cache, State, Stateful, WindowKV
 from .context import Context
-from .mask import Causal, Everything, Mask, Window, visible
-from .mlp import ACTIVATIONS, GatedMlp, Mlp
-from .model import LM, Embed, Stack
-from .norm import Identity, LayerNorm, RMSNorm
-from .position import DynamicNTK, LinearScaling, Llama3, LongRope, Position, Rope, Scaling, Unscaled, Yarn
+from .mask import Causal, Chunk, Everything, Mask, Window, visible
+from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
+from .model import LM, Embed, Scaled, SoftCap, Stack
+from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
+from .position import (
+    Alibi,
+    DynamicNTK,
+    Learned,
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Position,
+    Rope,
+    Scaling,
+    Unscaled,
+    Yarn,
+)
 from .tap import Module, tap, wanted, watch
 
 __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "Alibi",
+    "AllHeads",
     "Attention",
     "Block",
     "Cache",
     "Causal",
+    "Chunk",
     "Context",
     "DynamicNTK",
+    "EachHead",
     "Embed",
     "Everything",
+    "Gate",
     "GatedMlp",
     "Identity",
     "LayerNorm",
+    "Learned",
     "Linear",
     "LinearScaling",
     "Llama3",
@@ -43,10 +61,14 @@ __all__ = [
     "RMSNorm",
     "Residual",
     "Rope",
+    "Scaled",
     "Scaling",
+    "ShiftedRMSNorm",
+    "SoftCap",
     "Stack",
     "State",
     "Stateful",
+    "UnitRMSNorm",
     "Unscaled",
     "Window",
     "WindowKV",

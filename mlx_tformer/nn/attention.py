@@ -17,7 +17,8 @@ class Attention(Stateful):
     K = H is multi-head attention, K = 1 multi-query, and between the two grouped-query attention. Queries, keys and
     values come from one matrix, whose rows are all q heads, then all k heads, then all v heads. `q_norm` and
     `k_norm` work on each head before the position turns it; `mask` says who sees whom, and a window in it bounds
-    what is remembered.
+    what is remembered. `softcap` bounds the scores to ± its value (Gemma 2), `sinks` gives each head a learned score
+    that takes part in the softmax and adds nothing (gpt-oss), `clip` bounds q, k and v (OLMo, MPT).
 
     >>> Attention(32, heads=4, kv_heads=2)(mx.zeros((1, 5, 32))).shape
     (1, 5, 32)
@@ -37,6 +38,9 @@ class Attention(Stateful):
         k_norm: nn.Module | None = None,
         mask: Mask | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        clip: float | None = None,
     ):
         super().__init__()
         self.heads = heads
@@ -51,6 +55,10 @@ class Attention(Stateful):
         self.k_norm = nn.Identity() if k_norm is None else k_norm
         self.mask = Causal() if mask is None else mask
         self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.softcap, self.clip = softcap, clip
+        if sinks:
+            self.sinks = mx.zeros((heads,))
+        self.has_sinks = sinks
 
     def new_state(self) -> State:
         window = window_of(self.mask)
@@ -64,53 +72,95 @@ class Attention(Stateful):
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
         q, k, v = self._heads(self.qkv(x))
-        q = self.position.rotate(self.q_norm(q), ctx.offset, ctx.context)
-        k = self.position.rotate(self.k_norm(k), ctx.offset, ctx.context)
+        q, k = self.position.turn(self.q_norm(q), self.k_norm(k), ctx.offset, ctx.context)
         q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
         state = ctx.state(self.path)
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
-        z = attend(self, q, k, v, scale=self.scale, mask=ctx.visible(self.mask, k.shape[2]))
+        mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
+        sinks = self.sinks if self.has_sinks else None
+        z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks)
         return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D)"""
+        qkv = qkv if self.clip is None else mx.clip(qkv, -self.clip, self.clip)
         heads = mx.unflatten(qkv, -1, (-1, self.head_dim)).swapaxes(1, 2)
         q, k, v = mx.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
         return q, k, v
 
 
 def attend(
-    module: Module, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str | None = None
+    module: Module,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    bias: mx.array | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
-    """softmax(scale · q kᵀ) v over what `mask` lets be seen; q (B, H, L, D), k and v (B, K, S, D) -> (B, H, L, D).
+    """softmax(scale · q kᵀ + bias) v over what `mask` lets be seen; q (B, H, L, D), k (B, K, S, D) and v (B, K, S, E)
+    -> (B, H, L, E).
 
-    Fused, unless somebody watches the scores or the pattern of this module: then the explicit twin, which gives the
-    same. A query that sees nothing gets zeros. The softmax is taken in float32, and k and v are not repeated for
-    grouped heads.
+    bias: (H, L, S), added to the scores. softcap: scores become softcap · tanh(score / softcap). sinks: (H,), one
+    more score in each softmax, whose weight goes nowhere. Fused, unless somebody watches the scores or the pattern
+    of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
+    gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
     """
-    watched = wanted(module, "scores") or wanted(module, "pattern")
-    if watched:
-        return _explicit(module, q, k, v, scale, mask)
-    z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
+        return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+    added = mask
+    if bias is not None:
+        seen = _booleans(mask, q, k)
+        added = (bias if seen is None else mx.where(seen, bias, -mx.inf)).astype(q.dtype)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=added, sinks=sinks)
     return z if not isinstance(mask, mx.array) else mx.where(mask.any(axis=-1, keepdims=True), z, 0)
 
 
 def _explicit(
-    module: Module, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | str | None
+    module: Module,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    mask: mx.array | str | None,
+    bias: mx.array | None,
+    softcap: float | None,
+    sinks: mx.array | None,
 ) -> mx.array:
-    """Attention written out, with taps on the scores (B, H, L, S) before the softmax and the pattern after it."""
-    grouped = mx.unflatten(q * scale, 1, (k.shape[1], -1))  # (B, K, H / K, L, D)
+    """Attention written out for scaled q, with taps on the scores (B, H, L, S) before the softmax and the pattern
+    after it."""
+    grouped = mx.unflatten(q, 1, (k.shape[1], -1))  # (B, K, H / K, L, D)
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).flatten(1, 2).astype(mx.float32)
-    if isinstance(mask, str):
-        mask = mx.tri(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], dtype=mx.bool_)
-    if mask is not None:
-        scores = mx.where(mask, scores, -mx.inf)
-    scores = tap(module, "scores", scores)
-    if mask is not None:
-        scores = mx.where(mask, scores, -mx.inf)  # an edit cannot make visible what is not
-    pattern = mx.softmax(scores, axis=-1)
-    if mask is not None:
-        pattern = mx.where(mask, pattern, 0)  # a row with nothing to see is 0 / 0
-    pattern = tap(module, "pattern", pattern).astype(v.dtype)
+    if softcap is not None:
+        scores = softcap * mx.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    seen = _booleans(mask, q, k)
+    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
+    pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
     return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
+
+
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Weights (B, H, L, S); with sinks they sum to less than one."""
+    if sinks is None:
+        return mx.softmax(scores, axis=-1)
+    column = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+
+
+def _where_seen(seen: mx.array | None, values: mx.array, otherwise: float) -> mx.array:
+    """Values where there is something to see; a row without gives 0 / 0 in a softmax, and an edit cannot show what is
+    hidden."""
+    return values if seen is None else mx.where(seen, values, otherwise)
+
+
+def _booleans(mask: mx.array | str | None, q: mx.array, k: mx.array) -> mx.array | None:
+    """A mask as an array, where True is seen."""
+    if not isinstance(mask, str):
+        return mask
+    return mx.tri(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], dtype=mx.bool_)

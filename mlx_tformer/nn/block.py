@@ -20,22 +20,31 @@ Norm = Callable[[mx.array], mx.array]
 
 
 class Residual(Module):
-    """after(x + post(op(pre(x)))).
+    """after(x + scale * post(op(pre(x)))).
 
     Pre-norm models use `pre`, the Transformer of 2017 and BERT `after`, OLMo 2 `post`, Gemma 2 `pre` and `post`. A
     norm left out does nothing.
     """
 
-    def __init__(self, op: Op, *, pre: Norm | None = None, post: Norm | None = None, after: Norm | None = None):
+    def __init__(
+        self,
+        op: Op,
+        *,
+        pre: Norm | None = None,
+        post: Norm | None = None,
+        after: Norm | None = None,
+        scale: float = 1.0,
+    ):
         super().__init__()
-        self.op = op
+        self.op, self.scale = op, scale
         self.pre: Norm = nn.Identity() if pre is None else pre
         self.post: Norm = nn.Identity() if post is None else post
         self.after: Norm = nn.Identity() if after is None else after
 
     def delta(self, x: mx.array, ctx: Context) -> mx.array:
         """What this step adds to the residual stream, (B, L, C)."""
-        return tap(self, "delta", self.post(self.op(self.pre(x), ctx)))
+        delta = self.post(self.op(self.pre(x), ctx))
+        return tap(self, "delta", delta if self.scale == 1.0 else delta * self.scale)
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         return tap(self, "out", self.after(x + self.delta(x, ctx)))
@@ -62,8 +71,16 @@ class Block(Module):
 
 
 class Parallel(Block):
-    """Named residual steps that all read the same input: x + delta + delta (GPT-J, GPT-NeoX, Falcon, Cohere)."""
+    """Named residual steps that all read the same input: x + delta + delta (GPT-J, GPT-NeoX, Falcon, Cohere).
+
+    `pre` is a norm that they share; steps with norms of their own have none here.
+    """
+
+    def __init__(self, pre: Norm | None = None, /, **steps: Residual):
+        super().__init__(**steps)
+        self.pre: Norm = nn.Identity() if pre is None else pre
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
-        deltas = [step.delta(x, ctx) for step in self.steps]
+        read = self.pre(x)
+        deltas = [step.delta(read, ctx) for step in self.steps]
         return tap(self, "out", sum(deltas, x))

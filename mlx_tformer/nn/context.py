@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from .cache import Cache, State
 from .mask import Mask, visible
+from .position import Position
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Context:
     context: int = 0
     """Length of the whole text, for positions that depend on it."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
+    _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
 
     @classmethod
     def alone(cls, x: mx.array) -> "Context":
@@ -38,6 +40,18 @@ class Context:
     def visible(self, mask: Mask, keys: int) -> mx.array | str | None:
         """Which of the last `keys` tokens the new ones see; layers with the same mask share the answer."""
         if (mask, keys) not in self._masks:
-            stop = self.start + self.length
-            self._masks[mask, keys] = visible(mask, range(self.start, stop), range(stop - keys, stop), self.left)
+            self._masks[mask, keys] = visible(mask, *self._ranges(keys), self.left)
         return self._masks[mask, keys]
+
+    def bias(self, position: Position, keys: int) -> mx.array | None:
+        """What a position adds to the scores of the new tokens and the last `keys` ones; layers that share it share
+        this."""
+        at = (id(position), keys)
+        if at not in self._biases:
+            self._biases[at] = position.bias(*self._ranges(keys))
+        return self._biases[at]
+
+    def _ranges(self, keys: int) -> tuple[range, range]:
+        """Positions of the new tokens and of the last `keys` ones."""
+        stop = self.start + self.length
+        return range(self.start, stop), range(stop - keys, stop)

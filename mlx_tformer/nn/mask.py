@@ -23,7 +23,7 @@ class Mask(ABC):
 
     @abstractmethod
     def sees(self, query: mx.array, key: mx.array) -> mx.array:
-        """Positions of queries (L, 1) and keys (S,) -> booleans (L, S)."""
+        """Positions of queries (..., L, 1) and keys (..., S) -> booleans (..., L, S)."""
 
     @abstractmethod
     def covers(self, queries: range, keys: range) -> bool:
@@ -39,7 +39,7 @@ class Everything(Mask):
         return ()
 
     def sees(self, query: mx.array, key: mx.array) -> mx.array:
-        return mx.ones((query.shape[0], key.shape[0]), dtype=mx.bool_)
+        return mx.broadcast_to(mx.array(True), mx.broadcast_shapes(query.shape, key.shape))
 
     def covers(self, queries: range, keys: range) -> bool:
         return True
@@ -79,6 +79,22 @@ class Window(Mask):
 
 
 @dataclass(frozen=True)
+class Chunk(Mask):
+    """A query sees the keys of its own stretch of `size` positions (Llama 4's `attention_chunk_size`)."""
+
+    size: int
+
+    def sees(self, query: mx.array, key: mx.array) -> mx.array:
+        return query // self.size == key // self.size
+
+    def covers(self, queries: range, keys: range) -> bool:
+        return len({at // self.size for at in (queries[0], queries[-1], keys[0], keys[-1])}) == 1
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size}"
+
+
+@dataclass(frozen=True)
 class Both(Mask):
     """All of several predicates."""
 
@@ -103,7 +119,7 @@ class Both(Mask):
 
 def window_of(mask: Mask) -> int | None:
     """How many keys a query sees at most, or None if there is no limit: what a cache has to keep."""
-    return min((part.size for part in mask.parts if isinstance(part, Window)), default=None)
+    return min((part.size for part in mask.parts if isinstance(part, Window | Chunk)), default=None)
 
 
 def visible(mask: Mask, queries: range, keys: range, left: mx.array | None = None) -> mx.array | str | None:
@@ -119,14 +135,13 @@ def visible(mask: Mask, queries: range, keys: range, left: mx.array | None = Non
            [0, 1, 1, 0],
            [0, 0, 1, 1]], dtype=int32)
     """
-    parts = tuple(part for part in mask.parts if not part.covers(queries, keys))
-    if left is None:
-        if not parts:
-            return None
-        if parts == (Causal(),) and queries[-1] == keys[-1]:
-            return "causal"
     query, key = mx.arange(queries.start, queries.stop)[:, None], mx.arange(keys.start, keys.stop)
-    seen = Both(parts).sees(query, key)
-    if left is None:
-        return seen
-    return seen & (key >= left[:, None, None, None]) & (query >= left[:, None, None, None])
+    if left is not None:
+        query, key = query - left[:, None, None, None], key - left[:, None, None, None]
+        return mask.sees(query, key) & (query >= 0) & (key >= 0)
+    parts = tuple(part for part in mask.parts if not part.covers(queries, keys))
+    if not parts:
+        return None
+    if parts == (Causal(),) and queries[-1] == keys[-1]:
+        return "causal"
+    return Both(parts).sees(query, key)

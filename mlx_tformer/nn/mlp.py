@@ -25,6 +25,15 @@ ACTIVATIONS: dict[str, Activation] = {
 """What configs call `hidden_act`. `gelu_new` and its like are the tanh form of GELU, `gelu` is the exact one."""
 
 
+Gate = Callable[[mx.array, mx.array], mx.array]
+"""How a gated layer joins its gate and its other half."""
+
+
+def joined(act: str | Gate, gate: mx.array, up: mx.array) -> mx.array:
+    """act(gate) * up, or whatever else a family does with the two."""
+    return ACTIVATIONS[act](gate) * up if isinstance(act, str) else act(gate, up)
+
+
 class Mlp(Module):
     """down(act(up(x))), dim -> hidden -> dim."""
 
@@ -40,7 +49,7 @@ class Mlp(Module):
 class GatedMlp(Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202); gate and up are one matrix, gate first."""
 
-    def __init__(self, dim: int, hidden: int, act: str = "silu", bias: bool = False):
+    def __init__(self, dim: int, hidden: int, act: str | Gate = "silu", bias: bool = False):
         super().__init__()
         self.gate_up, self.down = nn.Linear(dim, 2 * hidden, bias), nn.Linear(hidden, dim, bias)
         self.act = act
@@ -48,4 +57,4 @@ class GatedMlp(Module):
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (B, L, hidden) each
         gate, up = tap(self, "gate", gate), tap(self, "up", up)
-        return self.down(tap(self, "hidden", ACTIVATIONS[self.act](gate) * up))
+        return self.down(tap(self, "hidden", joined(self.act, gate, up)))

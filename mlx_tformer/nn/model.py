@@ -9,20 +9,41 @@ from ..errors import UsageError
 from .block import Block, Norm
 from .cache import Cache
 from .context import Context
-from .position import Position, Rope, Unscaled
+from .position import Learned, Position, Rope, Unscaled
 from .tap import Module, name_modules, tap
 
 
 class Embed(Module):
-    """Token vectors: ids (B, L) -> (B, L, C)."""
+    """Token vectors, (B, L) -> (B, L, C): norm(scale * token + position), with the parts that a family has.
 
-    def __init__(self, vocab: int, dim: int):
+    `into` widens vectors that are narrower than the model (OPT's `word_embed_proj_dim`).
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        *,
+        positions: Learned | None = None,
+        scale: float = 1.0,
+        norm: Norm | None = None,
+        into: nn.Module | None = None,
+    ):
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
-        self.vocab = vocab
+        self.vocab, self.scale = vocab, scale
+        if positions is not None:
+            self.positions = positions
+        self.has_positions = positions is not None
+        self.norm: Norm = nn.Identity() if norm is None else norm
+        self.into = nn.Identity() if into is None else into
 
     def __call__(self, ids: mx.array, ctx: Context) -> mx.array:
-        return tap(self, "out", self.tokens(ids))
+        x = self.into(self.tokens(ids))
+        x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
+        if self.has_positions:
+            x = x + self.positions(ids.shape[1], ctx.offset)
+        return tap(self, "out", self.norm(x))
 
 
 class Stack(Module):
@@ -39,11 +60,33 @@ class Stack(Module):
         return tap(self, "out", self.norm(x))
 
 
+class SoftCap(Module):
+    """cap · tanh(x / cap): values that stay within ± cap (Gemma 2's `final_logit_softcapping`)."""
+
+    def __init__(self, cap: float):
+        super().__init__()
+        self.cap = cap
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.cap * mx.tanh(x / self.cap)
+
+
+class Scaled(Module):
+    """x · factor (Cohere's `logit_scale`, Granite's `logits_scaling`)."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.factor
+
+
 class LM(Module):
     """A decoder-only language model: ids (B, L) -> logits (B, L, V). Without a `head` the embedding serves as one.
 
-    `context` is the number of tokens that its positions are made for, before any scaling stretches them (None: no
-    limit).
+    `finish` is done to the logits at last. `context` is the number of tokens that its positions are made for,
+    before any scaling stretches them (None: no limit).
 
     >>> from mlx_tformer.nn import Attention, Block, GatedMlp, Residual
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
@@ -52,9 +95,18 @@ class LM(Module):
     (1, 3, 100)
     """
 
-    def __init__(self, embed: Embed, decoder: Stack, head: nn.Module | None = None, *, context: int | None = None):
+    def __init__(
+        self,
+        embed: Embed,
+        decoder: Stack,
+        head: nn.Module | None = None,
+        *,
+        context: int | None = None,
+        finish: Norm | None = None,
+    ):
         super().__init__()
         self.context = context
+        self.finish: Norm = nn.Identity() if finish is None else finish
         self.embed, self.decoder = embed, decoder
         if head is not None:
             self.head = head
@@ -77,7 +129,8 @@ class LM(Module):
 
     def logits(self, x: mx.array) -> mx.array:
         """(B, L, C) -> (B, L, V)"""
-        return tap(self, "logits", self.embed.tokens.as_linear(x) if self.tied else self.head(x))
+        logits = self.embed.tokens.as_linear(x) if self.tied else self.head(x)
+        return tap(self, "logits", self.finish(logits))
 
     def new_cache(self, context: int = 0) -> Cache:
         """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call)."""

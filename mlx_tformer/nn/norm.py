@@ -1,5 +1,59 @@
-"""Norms: MLX's own, which compute in float32 and are fused. A slot without a norm holds `Identity`."""
+"""Norms: MLX's own, which compute in float32 and are fused, and the variants that families have.
 
+A slot without a norm holds `Identity`. Norms of queries and keys get heads, (B, H, L, D).
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
 from mlx.nn import Identity, LayerNorm, RMSNorm
 
-__all__ = ["Identity", "LayerNorm", "RMSNorm"]
+
+class ShiftedRMSNorm(nn.Module):
+    """RMS norm that multiplies by 1 + weight, so that a weight of zero does nothing (Gemma)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = mx.zeros((dim,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, 1 + self.weight, self.eps)
+
+
+class UnitRMSNorm(nn.Module):
+    """RMS norm without weights (Llama 4 on queries and keys)."""
+
+    def __init__(self, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, None, self.eps)
+
+
+class AllHeads(nn.Module):
+    """A norm over the features of all heads together (OLMo 2)."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+
+    def __call__(self, x: mx.array) -> mx.array:
+        heads = x.shape[1]
+        flat = self.norm(x.swapaxes(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D)
+        return mx.unflatten(flat, -1, (heads, -1)).swapaxes(1, 2)
+
+
+class EachHead(nn.Module):
+    """Layer norm of each head with weights of its own, (H, D), and no bias (Cohere, StableLM)."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = mx.ones((heads, head_dim))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.layer_norm(x, None, None, self.eps) * self.weight[:, None]
+
+
+__all__ = ["AllHeads", "EachHead", "Identity", "LayerNorm", "RMSNorm", "ShiftedRMSNorm", "UnitRMSNorm"]

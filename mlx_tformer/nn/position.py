@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from .tap import Module
 
@@ -204,7 +205,16 @@ def periods(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.array:
 
 
 class Position(Module):
-    """Where tokens stand, told by turning queries and keys. This base does nothing: NoPE."""
+    """Where tokens stand, told by turning queries and keys or by adding to their scores. This base does neither:
+    NoPE."""
+
+    def turn(self, q: mx.array, k: mx.array, offset: int | mx.array, context: int) -> tuple[mx.array, mx.array]:
+        """Queries (B, H, L, D) and keys (B, K, L, D) as their positions turn them; for the rest see `rotate`."""
+        return self.rotate(q, offset, context), self.rotate(k, offset, context)
+
+    def bias(self, queries: range, keys: range) -> mx.array | None:
+        """What is added to the scores of these queries and keys, (H, L, S), or None."""
+        return None
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
         """Turn x (B, H, L, D), whose first token stands at `offset` (one for all rows, or (B,)).
@@ -254,3 +264,53 @@ class Rope(Position):
     def __str__(self) -> str:
         order = ", interleaved" if self.interleaved else ""
         return f"rotary on {self.dims} features, theta {self.theta:g}, {self.scaling}{order}"
+
+
+class Alibi(Position):
+    """A penalty for distance, steeper for the earlier heads (Press et al. 2021, arXiv 2108.12409).
+
+    The slopes of a number of heads that is no power of two are those of the power below and every other one of the
+    power above. `most` is the bias of the first head times -1 at a distance of one (MPT's `alibi_bias_max`:
+    2^-(most / heads)).
+    """
+
+    def __init__(self, heads: int, most: float = 8.0):
+        super().__init__()
+        self.slopes = alibi_slopes(heads, most)
+
+    def bias(self, queries: range, keys: range) -> mx.array:
+        distance = mx.arange(keys.start, keys.stop) - mx.arange(queries.start, queries.stop)[:, None]
+        return mx.array(self.slopes)[:, None, None] * distance.astype(mx.float32)
+
+    def __str__(self) -> str:
+        return f"ALiBi over {len(self.slopes)} heads"
+
+
+def alibi_slopes(heads: int, most: float = 8.0) -> tuple[float, ...]:
+    """The slope of each head.
+
+    >>> alibi_slopes(4)
+    (0.25, 0.0625, 0.015625, 0.00390625)
+    """
+    near = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-most * (i + 1) / near) for i in range(near)]
+    between = [2 ** (-most * (2 * i + 1) / (2 * near)) for i in range(heads - near)]
+    return tuple(slopes + between)
+
+
+class Learned(Module):
+    """A vector for each position, added to that of the token (GPT-2); `first` rows are left out before the first
+    (OPT)."""
+
+    def __init__(self, count: int, dim: int, first: int = 0):
+        super().__init__()
+        self.table = nn.Embedding(count + first, dim)
+        self.first = first
+
+    def __call__(self, length: int, offset: int | mx.array) -> mx.array:
+        """Vectors (L, C) of the positions from `offset` on; (B, L, C) if the rows of a batch begin elsewhere."""
+        start = offset if isinstance(offset, int) else offset[:, None]
+        return self.table(mx.maximum(mx.arange(length) + start, 0) + self.first)  # padding stands at the first position
+
+    def __str__(self) -> str:
+        return f"learned, {self.table.weight.shape[0] - self.first} positions"
