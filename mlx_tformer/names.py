@@ -4,13 +4,20 @@ A family's table pairs the checkpoint's modules with ours; `{}` stands for one n
 of a module (weight, bias, and the scales of a quantized one). The right side is a path of ours, or a rule:
 
 * `Rows(path, i, sizes)`: these are the rows of part i of a joined matrix, as q, k and v are parts of `qkv`;
+* `Expert(path, i, sizes)`: the same for one of many experts, which the last number of the name counts, in a stacked
+tensor;
+* `Moved(path, changes)`: the same values in another order, such as a transposed matrix;
 * `Same(path)`: the same weights stored a second time, as a tied head is; they must be equal;
 * `Drop(reason)`: not needed, such as a table that is computed from the config.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+import mlx.core as mx
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,90 @@ class Rows:
     to: str
     part: int
     of: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Part number `part` of the matrix of one expert; the last number in the checkpoint's name says of which."""
+
+    to: str
+    part: int = 0
+    of: tuple[int, ...] = (1,)
+
+
+class Change(ABC):
+    """Another order of a tensor's values, and the way back."""
+
+    @abstractmethod
+    def do(self, x: mx.array) -> mx.array:
+        """From the checkpoint's order to ours."""
+
+    @abstractmethod
+    def undo(self, x: mx.array) -> mx.array:
+        """From our order to the checkpoint's."""
+
+
+@dataclass(frozen=True)
+class Transposed(Change):
+    """Matrices stored (in, out), as GPT-2's are; vectors stay as they are. `stacked`: one for each expert, (E, in,
+    out)."""
+
+    stacked: bool = False
+
+    def do(self, x: mx.array) -> mx.array:
+        return x.swapaxes(-1, -2) if x.ndim == 2 + self.stacked else x
+
+    undo = do
+
+
+@dataclass(frozen=True)
+class Alternating(Change):
+    """Along `axis` the values of `parts` parts alternate, a0 b0 a1 b1; ours stand one part after the other, a0 a1 b0
+    b1."""
+
+    axis: int
+    parts: int = 2
+
+    def do(self, x: mx.array) -> mx.array:
+        pairs = mx.unflatten(x, self.axis, (-1, self.parts))
+        return pairs.swapaxes(self.axis, self.axis + 1).flatten(self.axis, self.axis + 1)
+
+    def undo(self, x: mx.array) -> mx.array:
+        parts = mx.unflatten(x, self.axis, (self.parts, -1))
+        return parts.swapaxes(self.axis, self.axis + 1).flatten(self.axis, self.axis + 1)
+
+
+@dataclass(frozen=True)
+class ByGroup(Change):
+    """Rows that come group by group, each with so many of every part as `sizes` says; ours come part by part.
+
+    BLOOM and GPT-NeoX store q, k and v of one head together: `ByGroup(heads, (1, 1, 1))`; Falcon q, k and v of one
+    kv head: `ByGroup(kv_heads, (heads // kv_heads, 1, 1))`.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+
+    def do(self, x: mx.array) -> mx.array:
+        units = mx.unflatten(x, 0, (self.groups, sum(self.sizes), -1))  # (G, units, D, ...)
+        parts = mx.split(units, list(accumulate(self.sizes[:-1])), axis=1)
+        return mx.concatenate([part.flatten(0, 2) for part in parts], axis=0)
+
+    def undo(self, x: mx.array) -> mx.array:
+        ends = [self.groups * end for end in accumulate(self.sizes)]
+        units = mx.unflatten(x, 0, (ends[-1], -1))  # (units of all parts, D, ...)
+        parts = mx.split(units, ends[:-1], axis=0)
+        grouped = [mx.unflatten(part, 0, (self.groups, -1)) for part in parts]
+        return mx.concatenate(grouped, axis=1).flatten(0, 2)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The values of the tensor at `to` in the order of the checkpoint, which `changes`, one after the other, make
+    ours."""
+
+    to: str
+    changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True)
@@ -36,12 +127,12 @@ class Drop:
     reason: str
 
 
-Rule = str | Rows | Same | Drop
+Rule = str | Rows | Expert | Moved | Same | Drop
 Names = dict[str, Rule]
 
 
 def joined(to: str, parts: dict[str, int]) -> Names:
-    """A row of `Rows` for each checkpoint name in `parts`, with the share of rows that it has.
+    """`Rows` for each checkpoint name in `parts`, with the share of rows that it has.
 
     >>> joined("attn.qkv", {"q_proj": 4, "k_proj": 1, "v_proj": 1})["k_proj"]
     Rows(to='attn.qkv', part=1, of=(4, 1, 1))
@@ -51,11 +142,13 @@ def joined(to: str, parts: dict[str, int]) -> Names:
 
 @dataclass(frozen=True)
 class Piece:
-    """One source tensor's place within a target tensor: part `part` of `of`, the only one by default."""
+    """One source tensor's place within a target tensor: part `part` of `of`, of one expert or of the whole."""
 
     source: str
     part: int = 0
     of: tuple[int, ...] = (1,)
+    expert: int | None = None
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass
@@ -76,7 +169,7 @@ def assign(tensors: Iterable[str], names: Names) -> Assignment:
     """Apply a table to the names of a checkpoint's tensors.
 
     >>> assign(["h.3.ln.weight"], {"h.{}.ln": "layers.{}.norm"}).pieces
-    {'layers.3.norm.weight': [Piece(source='h.3.ln.weight', part=0, of=(1,))]}
+    {'layers.3.norm.weight': [Piece(source='h.3.ln.weight', part=0, of=(1,), expert=None, changes=())]}
     """
     result = Assignment()
     for name in tensors:
@@ -92,6 +185,12 @@ def assign(tensors: Iterable[str], names: Names) -> Assignment:
                 result.copies[name] = to.format(*numbers) + leaf
             case Rows(to, part, of):
                 result.pieces.setdefault(to.format(*numbers) + leaf, []).append(Piece(name, part, of))
+            case Expert(to, part, of):
+                *numbers, expert = numbers
+                place = result.pieces.setdefault(to.format(*numbers) + leaf, [])
+                place.append(Piece(name, part, of, expert=int(expert)))
+            case Moved(to, changes):
+                result.pieces.setdefault(to.format(*numbers) + leaf, []).append(Piece(name, changes=changes))
             case str(to):
                 result.pieces.setdefault(to.format(*numbers) + leaf, []).append(Piece(name))
     return result

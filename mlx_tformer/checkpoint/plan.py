@@ -17,21 +17,21 @@ from mlx.utils import tree_flatten
 from ..config import Config
 from ..errors import BadInput
 from ..families import Family, family
-from ..names import Assignment, Names, Piece, Rows, assign, summary, templated
-from ..nn import LM
+from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, assign, summary, templated
+from ..nn import LM, ExpertLinear
 from .source import Quantization, Source, Tensor
 
 Reader = Callable[[str], mx.array]
 VALUES = 1 << 21
 """Values that are in memory at a time where a tensor is read in blocks of rows."""
-PACKABLE = (nn.Linear, nn.Embedding)
+PACKABLE = (nn.Linear, nn.Embedding, ExpertLinear)
 """Modules whose weight can be packed."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How one of our tensors is made: its pieces, in order, unpacked if they are packed differently, one below the
-    other."""
+    other, and the experts stacked."""
 
     pieces: tuple[Piece, ...]
     unpack: Mapping[str, Quantization]
@@ -39,18 +39,37 @@ class Recipe:
 
     def make(self, read: Reader) -> mx.array:
         """Our tensor from the checkpoint's, which `read` gives by name."""
-        parts = [self._part(piece.source, read) for piece in self.pieces]
+        matrices = [self._matrix(pieces, read) for pieces in self._matrices()]
+        return matrices[0] if self.pieces[0].expert is None else mx.stack(matrices)
+
+    def _matrices(self) -> list[tuple[Piece, ...]]:
+        """The pieces of each matrix: all of them, or those of one expert after the other."""
+        count = len(self.pieces[0].of)
+        return [self.pieces[start : start + count] for start in range(0, len(self.pieces), count)]
+
+    def _matrix(self, pieces: Iterable[Piece], read: Reader) -> mx.array:
+        parts = [self._part(piece, read) for piece in pieces]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
-    def _part(self, name: str, read: Reader) -> mx.array:
-        if name not in self.unpack:
-            return read(name)
-        weight, scales, biases = map(read, packed_names(name))
-        return _dequantize(weight, scales, biases, self.unpack[name])
+    def _part(self, piece: Piece, read: Reader) -> mx.array:
+        if piece.source in self.unpack:
+            weight, scales, biases = map(read, packed_names(piece.source))
+            value = _dequantize(weight, scales, biases, self.unpack[piece.source])
+        else:
+            value = read(piece.source)
+        return changed(value, piece)
 
     def blocks(self, source: Source) -> Iterator[mx.array]:
-        """The same tensor from top to bottom, some rows at a time and never more than `VALUES` values of wide ones."""
+        """The same tensor from top to bottom, some rows at a time and never more than `VALUES` values of wide ones;
+        an expert at a time, and whole where its values are in another order."""
+        if self.pieces[0].expert is not None:
+            for pieces in self._matrices():
+                yield self._matrix(pieces, source.read)[None]
+            return
         for piece in self.pieces:
+            if piece.changes:
+                yield self._part(piece, source.read)
+                continue
             name, how = piece.source, self.unpack.get(piece.source)
             rows = max(1, VALUES // max(1, prod(unpacked(source.tensors[name], how).shape[1:])))
             if how is None:
@@ -64,6 +83,13 @@ class Recipe:
 def _dequantize(weight: mx.array, scales: mx.array, biases: mx.array, how: Quantization) -> mx.array:
     """The values of packed rows, in float32, where scale times number plus offset is not rounded to float16."""
     return mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), **how)
+
+
+def changed(value: mx.array, piece: Piece) -> mx.array:
+    """A source tensor's values in our order."""
+    for change in piece.changes:
+        value = change.do(value)
+    return value
 
 
 def packed_names(weight: str) -> tuple[str, str, str]:
@@ -148,11 +174,12 @@ def _module(tensor: str) -> str:
 
 def _packed(source: Source, assignment: Assignment) -> dict[str, Quantization]:
     """Modules of ours that can stay packed, because all parts of their weight are packed alike."""
-    packed = {}
+    packed: dict[str, Quantization] = {}
     for target, pieces in assignment.pieces.items():
         first, *others = [source.quantization.get(_module(piece.source)) for piece in pieces]
-        if target.endswith(".weight") and first is not None and all(way == first for way in others):
-            packed[_module(target)] = first
+        alike = first is not None and all(way == first for way in others)
+        if target.endswith(".weight") and alike and not any(piece.changes for piece in pieces):
+            packed[_module(target)] = dict(first or {})
     return packed
 
 
@@ -165,9 +192,14 @@ def _recipes(source: Source, assignment: Assignment, packed: Mapping[str, Quanti
         leaf = target.rpartition(".")[2]
         if unpack and leaf in ("scales", "biases"):
             continue  # they go into the weight
-        ordered = tuple(sorted(pieces, key=lambda piece: piece.part))
+        ordered = tuple(sorted(pieces, key=_place))
         recipes[target] = Recipe(ordered, unpack if leaf == "weight" else {})
     return recipes
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    """What a piece is of its tensor: which part, and of which expert."""
+    return -1 if piece.expert is None else piece.expert, piece.part
 
 
 def _check_packing(source: Source) -> None:
@@ -199,28 +231,39 @@ def _without_place(made: Plan) -> Iterator[str]:
 
 def _repeated(recipe: Recipe) -> list[Piece]:
     """Pieces for a part that an earlier one is for already."""
-    return [piece for before, piece in pairwise(recipe.pieces) if before.part == piece.part]
+    return [piece for before, piece in pairwise(recipe.pieces) if _place(before) == _place(piece)]
 
 
 def _without_source(made: Plan, names: Names) -> Iterator[str]:
     """Parameters that nothing in the checkpoint makes, by the names that the checkpoint would have for them."""
     missing = [theirs for name in shapes(made.model) if name not in made.recipes for theirs in _theirs(name, names)]
     for name, recipe in made.recipes.items():
-        absent = set(range(len(recipe.pieces[0].of))) - {piece.part for piece in recipe.pieces}
-        missing += _theirs(name, names, absent) if absent else []
+        missing += _absent(name, recipe, shapes(made.model).get(name, ()), names)
     if missing:
         yield f"no weights for {summary(missing)}"
 
 
-def _theirs(target: str, names: Names, parts: Iterable[int] | None = None) -> list[str]:
-    """What a checkpoint calls one of our tensors, or some of the parts that it joins; our own name if there is no rule
+def _absent(name: str, recipe: Recipe, wanted: tuple[int, ...], names: Names) -> list[str]:
+    """The parts that are missing of a tensor that others are there for."""
+    first = recipe.pieces[0]
+    experts = [-1] if first.expert is None else range(wanted[0] if wanted else 0)
+    there = {_place(piece) for piece in recipe.pieces}
+    absent = [(expert, part) for expert in experts for part in range(len(first.of)) if (expert, part) not in there]
+    return [theirs for expert, part in absent for theirs in _theirs(name, names, part, expert)]
+
+
+def _theirs(target: str, names: Names, part: int | None = None, expert: int = 0) -> list[str]:
+    """What a checkpoint calls one of our tensors, or one of the parts that it joins; our own name if there is no rule
     for it."""
     template, numbers = templated(target)
     found = []
     for theirs, rule in names.items():
-        to, part = (rule.to, rule.part) if isinstance(rule, Rows) else (rule, 0)
-        if isinstance(to, str) and (template == to or _module(template) == to) and (parts is None or part in parts):
-            found.append(theirs.format(*numbers) + template.removeprefix(to))
+        if isinstance(rule, Same | Drop) or (part is not None and not isinstance(rule, Rows | Expert)):
+            continue
+        to = rule if isinstance(rule, str) else rule.to
+        fits = template == to or _module(template) == to
+        if fits and (part is None or (isinstance(rule, Rows | Expert) and rule.part == part)):
+            found.append(theirs.format(*numbers, expert) + template.removeprefix(to))
     return found or [target]
 
 
@@ -242,12 +285,23 @@ def _unfit(name: str, recipe: Recipe, wanted: tuple[int, ...], made: Plan, sourc
     """The pieces of a recipe that cannot make a tensor of this shape, and why."""
     for piece in recipe.pieces:
         tensor, how = source.tensors[piece.source], recipe.unpack.get(piece.source)
-        share = (wanted[0] * piece.of[piece.part] // sum(piece.of), *wanted[1:]) if wanted else ()
-        if (found := unpacked(tensor, how).shape) != share:
-            yield piece.source, f"found shape {found}, expected {share}"
+        matrix = wanted if piece.expert is None else wanted[1:]
+        share = (matrix[0] * piece.of[piece.part] // sum(piece.of), *matrix[1:]) if matrix else ()
+        found = unpacked(tensor, how).shape
+        if _changed_shape(found, piece) != share:
+            order = " after it is put in our order" if piece.changes else ""
+            yield piece.source, f"found shape {found}, expected {share}{order}"
         packed = how is not None or (name.endswith(".weight") and _module(name) in made.quantization)
         if not (tensor.dtype == mx.uint32 if packed else mx.issubdtype(tensor.dtype, mx.floating)):
             yield piece.source, f"found {dtype_name(tensor.dtype)}, expected {'uint32' if packed else 'floats'}"
+
+
+def _changed_shape(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...] | None:
+    """The shape that a tensor has in our order, or None if it cannot be put into it."""
+    try:
+        return changed(mx.zeros(shape), piece).shape  # never evaluated
+    except ValueError:
+        return None
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -1,6 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `mlp`, `block`, `model`.
+Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `mlp`, `moe`,
+`block`, `model`.
 """
 
 from mlx.nn import Linear
@@ -9,9 +10,11 @@ from .attention import Attention, attend
 from .block import Block, Parallel, Residual
 from .cache import KV, Cache, State, Stateful, WindowKV
 from .context import Context
+from .latent import LatentAttention
 from .mask import Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
+from .moe import ExpertLinear, Experts, Groups, Mixture, Router
 from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
 from .position import (
     Alibi,
@@ -44,9 +47,13 @@ __all__ = [
     "EachHead",
     "Embed",
     "Everything",
+    "ExpertLinear",
+    "Experts",
     "Gate",
     "GatedMlp",
+    "Groups",
     "Identity",
+    "LatentAttention",
     "LayerNorm",
     "Learned",
     "Linear",
@@ -54,6 +61,7 @@ __all__ = [
     "Llama3",
     "LongRope",
     "Mask",
+    "Mixture",
     "Mlp",
     "Module",
     "Parallel",
@@ -61,6 +69,7 @@ __all__ = [
     "RMSNorm",
     "Residual",
     "Rope",
+    "Router",
     "Scaled",
     "Scaling",
     "ShiftedRMSNorm",

@@ -143,7 +143,7 @@ class LM(Module):
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """Tokens that it was trained on, and tokens that it can look at with its positions stretched; None: no limit."""
+        """Tokens that it was trained on, and that it can look at with its positions stretched; None: no limit."""
         if self.context is None:
             return None
         scalings = [m.scaling for m in self.modules() if isinstance(m, Rope)] or [Unscaled()]

@@ -1,0 +1,212 @@
+"""Mixtures of experts: a router chooses a few of many feed-forward layers for each token.
+
+Few tokens gather the weights of their experts; many are sorted by expert first, so that the tokens of one expert stand
+together and its weights are read once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .context import Context
+from .mlp import Gate, joined
+from .tap import Module, tap
+
+SORTED_FROM = 4
+"""Tokens for each expert, on average, from which sorting pays."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts fall into `count` groups, of which a token may use the `keep` best; a group is as good as the sum of
+    its `best` highest scores (DeepSeek V2: 1; V3: 2)."""
+
+    count: int
+    keep: int
+    best: int
+
+    def __call__(self, scores: mx.array) -> mx.array:
+        """Scores (N, E) with -inf for the experts of the other groups."""
+        groups = mx.unflatten(scores, -1, (self.count, -1))  # (N, G, E / G)
+        worth = mx.topk(groups, self.best, axis=-1).sum(axis=-1)  # (N, G)
+        rank = mx.argsort(mx.argsort(-worth, axis=-1), axis=-1)
+        return mx.where((rank < self.keep)[..., None], groups, -mx.inf).flatten(-2)
+
+
+SCORES: dict[str, Callable[[mx.array], mx.array]] = {
+    "softmax": lambda logits: mx.softmax(logits, axis=-1),
+    "sigmoid": mx.sigmoid,
+    "none": lambda logits: logits,
+}
+"""What turns a router's logits into scores."""
+
+
+class Router(Module):
+    """Chooses `top` of `count` experts for each token and weighs them; all in float32.
+
+    Scores of the logits (`score`), plus a learned `correction` that takes part in the choice and not in the
+    weights, within `groups`; the weights are the chosen scores, once more through `after`, made to sum to one if
+    `normalise`, times `scale`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        count: int,
+        top: int,
+        *,
+        score: str = "softmax",
+        after: str = "none",
+        normalise: bool = False,
+        scale: float = 1.0,
+        groups: Groups | None = None,
+        correction: bool = False,
+        bias: bool = False,
+    ):
+        super().__init__()
+        self.weight = mx.zeros((count, dim))
+        if bias:
+            self.bias = mx.zeros((count,))
+        if correction:
+            self.correction = mx.zeros((count,))
+        self.count, self.top, self.score, self.after, self.normalise = count, top, score, after, normalise
+        self.scale, self.groups, self.has_correction, self.has_bias = scale, groups, correction, bias
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """x (N, C) -> the weights (N, top) and the numbers (N, top) of the chosen experts."""
+        logits = x.astype(mx.float32) @ self.weight.astype(mx.float32).T
+        logits = tap(self, "logits", logits + self.bias.astype(mx.float32) if self.has_bias else logits)
+        scores = SCORES[self.score](logits)  # (N, E)
+        choice = scores + self.correction.astype(mx.float32) if self.has_correction else scores
+        choice = choice if self.groups is None else self.groups(choice)
+        chosen = tap(self, "chosen", mx.argpartition(-choice, self.top - 1, axis=-1)[..., : self.top])
+        weights = SCORES[self.after](mx.take_along_axis(scores, chosen, axis=-1))
+        if self.normalise:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return tap(self, "weights", weights * self.scale), chosen
+
+
+class ExpertLinear(nn.Module):
+    """One matrix for each expert, stacked: weight (E, out, in), bias (E, out)."""
+
+    def __init__(self, count: int, width: int, out: int, bias: bool = False):
+        super().__init__()
+        self.weight = mx.zeros((count, out, width))
+        if bias:
+            self.bias = mx.zeros((count, out))
+        self.has_bias = bias
+
+    def __call__(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
+        """x (M, in) -> (M, out), row by row through the expert (M,) that it is for; `ordered` if experts ascend."""
+        y = self._product(x[:, None], expert, ordered)[:, 0]
+        return y + self.bias[expert] if self.has_bias else y
+
+    def _product(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
+        weight = self.weight
+        if mx.default_device() == mx.cpu:  # whose gather_mm knows float32 alone
+            out = mx.gather_mm(
+                x.astype(mx.float32),
+                weight.astype(mx.float32).swapaxes(1, 2),
+                rhs_indices=expert,
+                sorted_indices=ordered,
+            )
+            return out.astype(x.dtype)
+        return mx.gather_mm(x, weight.swapaxes(1, 2), rhs_indices=expert, sorted_indices=ordered)
+
+    def to_quantized(
+        self, group_size: int = 64, bits: int = 4, mode: str = "affine", **other: Any
+    ) -> "QuantizedExpertLinear":
+        """The same with packed weights."""
+        count, out, width = self.weight.shape
+        packed = QuantizedExpertLinear(count, width, out, self.has_bias, group_size=group_size, bits=bits, mode=mode)
+        packed.weight, packed.scales, *biases = mx.quantize(self.weight, group_size, bits, mode=mode)
+        if biases:
+            packed.biases = biases[0]
+        if self.has_bias:
+            packed.bias = self.bias
+        return packed
+
+
+class QuantizedExpertLinear(ExpertLinear):
+    """`ExpertLinear` with weights packed along the last axis, and scales and biases beside them."""
+
+    def __init__(self, count: int, width: int, out: int, bias: bool, *, group_size: int, bits: int, mode: str):
+        super().__init__(count, width, out, bias)
+        self.group_size, self.bits, self.mode = group_size, bits, mode
+
+    def _product(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
+        return mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.get("biases"),
+            rhs_indices=expert,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            sorted_indices=ordered,
+        )
+
+
+class Experts(Module):
+    """`count` gated feed-forward layers side by side; gate and up are one matrix, gate first."""
+
+    def __init__(self, dim: int, hidden: int, count: int, *, act: str | Gate = "silu", bias: bool = False):
+        super().__init__()
+        self.gate_up = ExpertLinear(count, dim, 2 * hidden, bias)
+        self.down = ExpertLinear(count, hidden, dim, bias)
+        self.act, self.count, self.hidden = act, count, hidden
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """x (N, C) and the experts chosen for each token (N, top) -> what each of them says, (N, top, C)."""
+        top, expert = chosen.shape[-1], chosen.flatten()
+        if expert.size < SORTED_FROM * self.count:
+            return mx.unflatten(self._rows(mx.repeat(x, top, axis=0), expert, False), 0, (-1, top))
+        order = mx.argsort(expert)
+        y = self._rows(x[order // top], expert[order], True)
+        return mx.unflatten(y[mx.argsort(order)], 0, (-1, top))
+
+    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
+        """One row for each pair of a token and an expert: (M, C) -> (M, C)."""
+        gate, up = mx.split(self.gate_up(x, expert, ordered), 2, axis=-1)
+        return self.down(tap(self, "hidden", joined(self.act, gate, up)), expert, ordered)
+
+
+class Mixture(Module):
+    """The weighted sum of the chosen experts, plus `shared`, an MLP that every token goes through, if there is one.
+
+    `shared_gate` makes one number of a token, whose sigmoid the shared part is multiplied by (Qwen 2 MoE).
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        *,
+        shared: Module | None = None,
+        shared_gate: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.router, self.experts = router, experts
+        if shared is not None:
+            self.shared = shared
+        if shared_gate is not None:
+            self.shared_gate = shared_gate
+        self.has_shared, self.has_shared_gate = shared is not None, shared_gate is not None
+
+    def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
+        tokens = x.flatten(0, 1)  # (B, L, C) -> (N, C)
+        y = self.routed(tokens, *self.router(tokens))
+        if self.has_shared:
+            shared = self.shared(tokens, ctx)
+            y = y + (mx.sigmoid(self.shared_gate(tokens)) * shared if self.has_shared_gate else shared)
+        return y.reshape(x.shape)
+
+    def routed(self, x: mx.array, weights: mx.array, chosen: mx.array) -> mx.array:
+        """What the chosen experts say together: (N, C), (N, top), (N, top) -> (N, C)."""
+        said = tap(self, "said", self.experts(x, chosen))  # (N, top, C)
+        return (said * weights[..., None].astype(said.dtype)).sum(axis=1)
