@@ -12,7 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import BadInput
-from .nn import ACTIVATIONS, DynamicNTK, LinearScaling, Llama3, LongRope, Rope, Scaling, Unscaled, Yarn
+from .nn import (
+    ACTIVATIONS,
+    Causal,
+    Chunk,
+    DynamicNTK,
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Mask,
+    Rope,
+    Scaling,
+    Unscaled,
+    Window,
+    Yarn,
+)
 
 MOST_LAYERS = 10_000
 MOST = 2**31 - 1
@@ -45,31 +59,122 @@ ABOVE_ONE = Rule("a number above 1", lambda v: _is_number(v) and v > 1)
 FLAG = Rule("true or false", lambda v: isinstance(v, bool))
 NUMBERS = Rule("a list of numbers above 0", lambda v: isinstance(v, list) and all(_is_number(x) and x > 0 for x in v))
 ACTIVATION = Rule(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
-LAYER_TYPES = Rule(
-    "a list of full_attention and sliding_attention",
-    lambda v: isinstance(v, list) and all(kind in ("full_attention", "sliding_attention") for kind in v),
-)
+KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = Rule(f"a list of {', '.join(KINDS)}", lambda v: isinstance(v, list) and all(kind in KINDS for kind in v))
+SWITCHES = Rule("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
+LAYER_LIST = Rule("a list of layer numbers", lambda v: isinstance(v, list) and all(COUNT.holds(x) for x in v))
+OBJECT = Rule("an object", lambda v: isinstance(v, dict))
+NUMBER = Rule("a number", _is_number)
+TEXT = Rule("a text", lambda v: isinstance(v, str))
 
 RULES: dict[str, Rule] = {
+    "_sliding_window_pattern": SIZE,
+    "activation": ACTIVATION,
+    "activation_function": ACTIVATION,
+    "alibi": FLAG,
+    "alibi_bias_max": POSITIVE,
     "attention_bias": FLAG,
+    "attention_chunk_size": SIZE,
+    "attention_multiplier": POSITIVE,
+    "attn_config": OBJECT,
+    "attn_logit_softcapping": POSITIVE,
+    "attn_scale": POSITIVE,
+    "attn_temperature_tuning": Rule("true, false or a number", lambda v: isinstance(v, int | float)),
+    "bias": FLAG,
+    "clip_qkv": POSITIVE,
+    "d_model": WIDTH,
+    "decoder_sparse_step": SIZE,
+    "do_layer_norm_before": FLAG,
+    "embedding_multiplier": POSITIVE,
+    "enable_bias": FLAG,
+    "expansion_ratio": POSITIVE,
+    "ffn_dim": WIDTH,
+    "ffn_hidden_size": WIDTH,
+    "final_logit_softcapping": POSITIVE,
+    "first_k_dense_replace": COUNT,
+    "floor_scale": POSITIVE,
     "head_dim": WIDTH,
+    "hidden_activation": ACTIVATION,
     "hidden_act": ACTIVATION,
     "hidden_size": WIDTH,
+    "interleave_moe_layer_step": SIZE,
     "intermediate_size": WIDTH,
+    "intermediate_size_mlp": WIDTH,
+    "kv_lora_rank": WIDTH,
+    "layer_norm_elementwise_affine": FLAG,
+    "layer_norm_eps": POSITIVE,
+    "layer_norm_epsilon": POSITIVE,
     "layer_types": LAYER_TYPES,
+    "logit_scale": POSITIVE,
+    "logits_scaling": POSITIVE,
     "max_position_embeddings": SIZE,
+    "max_seq_len": SIZE,
     "max_window_layers": COUNT,
     "mlp_bias": FLAG,
+    "mlp_only_layers": LAYER_LIST,
+    "moe_intermediate_size": WIDTH,
+    "moe_layers": LAYER_LIST,
+    "multi_query": FLAG,
+    "n_embd": WIDTH,
+    "n_group": SIZE,
+    "n_head": WIDTH,
+    "n_heads": WIDTH,
+    "n_inner": WIDTH,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "n_positions": SIZE,
+    "n_routed_experts": WIDTH,
+    "n_shared_experts": SIZE,
+    "new_decoder_architecture": FLAG,
+    "no_bias": FLAG,
+    "no_rope_layer_interval": SIZE,
+    "no_rope_layers": SWITCHES,
+    "norm_epsilon": POSITIVE,
+    "norm_topk_prob": FLAG,
     "num_attention_heads": WIDTH,
+    "num_experts": WIDTH,
+    "num_experts_per_tok": SIZE,
     "num_hidden_layers": LAYERS,
     "num_key_value_heads": WIDTH,
+    "num_kv_heads": WIDTH,
+    "num_ln_in_parallel_attn": SIZE,
+    "num_local_experts": WIDTH,
+    "num_nextn_predict_layers": COUNT,
     "original_max_position_embeddings": SIZE,
+    "parallel_attn": FLAG,
+    "q_lora_rank": WIDTH,
+    "qk_layernorm": FLAG,
+    "qk_nope_head_dim": WIDTH,
+    "qk_rope_head_dim": WIDTH,
+    "qkv_bias": FLAG,
+    "query_pre_attn_scalar": POSITIVE,
+    "residual_multiplier": POSITIVE,
     "rms_norm_eps": POSITIVE,
+    "rope_interleave": FLAG,
+    "rope_local_base_freq": ABOVE_ONE,
     "rope_theta": ABOVE_ONE,
+    "rotary_dim": WIDTH,
+    "rotary_emb_base": ABOVE_ONE,
+    "rotary_pct": POSITIVE,
+    "routed_scaling_factor": POSITIVE,
+    "scale_attn_by_inverse_layer_idx": FLAG,
+    "scale_attn_weights": FLAG,
+    "shared_expert_intermediate_size": WIDTH,
     "sliding_window": SIZE,
+    "sliding_window_pattern": SIZE,
+    "swiglu_alpha": POSITIVE,
+    "swiglu_limit": POSITIVE,
     "tie_word_embeddings": FLAG,
+    "topk_group": SIZE,
+    "topk_method": TEXT,
+    "use_bias": FLAG,
+    "use_parallel_residual": FLAG,
+    "use_qk_norm": FLAG,
+    "use_qkv_bias": FLAG,
     "use_sliding_window": FLAG,
+    "v_head_dim": WIDTH,
     "vocab_size": WIDTH,
+    "word_embed_proj_dim": WIDTH,
 }
 """What a key that families read must hold. A family that reads a new key adds it here."""
 
@@ -78,19 +183,23 @@ HARMLESS = frozenset(
     {
         "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
         "_from_model_config", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
-        "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
-        "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
-        "diversity_penalty", "do_sample", "dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size",
+        "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+        "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "classifier_dropout",
+        "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout",
+        "dtype", "early_stopping", "emb_pdrop", "embd_pdrop", "embedding_dropout", "encoder_no_repeat_ngram_size",
         "eos_token_id", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
-        "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_decoder",
-        "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_position_embeddings", "min_length",
-        "mlx_tformer", "model_type", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-        "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
-        "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty",
-        "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
-        "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-        "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed",
-        "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
+        "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label", "init_std",
+        "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layerdrop", "length_penalty",
+        "max_length", "max_position_embeddings", "min_length", "mlx_tformer", "model_type", "n_ctx",
+        "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+        "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id",
+        "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
+        "reorder_and_upcast_attn", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
+        "return_dict_in_generate", "router_aux_loss_coef", "router_z_loss_coef", "sep_token_id",
+        "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k",
+        "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+        "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
     }
 )
 # fmt: on
@@ -165,6 +274,38 @@ class Config:
             raise self.wrong(key, RULES[key].expected)
         return found
 
+    def expect(self, **values: Any) -> None:
+        """Refuse settings that the family has and nobody needs yet, unless they are as given or left out."""
+        for key, value in values.items():
+            self._read.add(key)
+            if self.values.get(key) not in (None, value):
+                raise self.wrong(key, f"{_short(value)}: nothing else is supported")
+
+    def ignore(self, *keys: str) -> None:
+        """Pass over settings that the family's reference does not look at either."""
+        self._read |= set(keys)
+
+    def masks(self, types: list[str]) -> list[Mask]:
+        """The mask of each layer: `layer_types` if the config has them, else `types`."""
+        kinds, layers = self.get("layer_types", types), len(types)
+        if len(kinds) != layers:
+            raise self.wrong("layer_types", f"{layers} entries, one for each layer")
+        return [self._mask(kind) for kind in kinds]
+
+    def within(self, key: str) -> "Config":
+        """The settings that lie in an object of their own under `key`."""
+        return Config(self.get(key, {}), f"{self.file}: {key}")
+
+    def has_rope_table(self, layer_type: str) -> bool:
+        """True if one kind of layer has rotary settings of its own."""
+        table = self.values.get("rope_parameters") or self.values.get("rope_scaling")
+        return isinstance(table, dict) and layer_type in table
+
+    def _mask(self, kind: str) -> Mask:
+        if kind == "sliding_attention":
+            return Causal() & Window(self["sliding_window"])
+        return Causal() & Chunk(self["attention_chunk_size"]) if kind == "chunked_attention" else Causal()
+
     def wrong(self, key: str, expected: str) -> BadInput:
         """The error for a value that is not as expected."""
         if key not in self.values:
@@ -179,7 +320,8 @@ class Config:
             return
         first, *others = left
         more = f" (and {', '.join(others)})" if others else ""
-        problem = f"found {_short(left[first])}, a setting that {self.model_type} does not know{more}"
+        who = self.values.get("model_type") or "the family"
+        problem = f"found {_short(left[first])}, a setting that {who} does not know{more}"
         raise BadInput(problem, file=self.file, field=first)
 
     def rope(self, head_dim: int, *, layer_type: str | None = None, interleaved: bool = False) -> Rope:
@@ -187,7 +329,7 @@ class Config:
         several."""
         table = self._rope_table(layer_type)
         dims = int(head_dim * table.get("partial_rotary_factor", 1.0))
-        if dims < 2 or dims % 2:
+        if dims < 1 or (dims % 2 and dims == head_dim):
             raise BadInput(f"found {dims} rotary features, expected an even number", file=self.file, field="head_dim")
         rope = Rope(dims, table.get("rope_theta", 10000.0), self._scaling(table, dims), interleaved=interleaved)
         if not _turns(rope):
@@ -207,7 +349,8 @@ class Config:
             table = table[layer_type] or {}
         if not isinstance(table, dict):
             raise self.wrong(self.rope_field, "an object")
-        around = {k: self.values.get(k) for k in ("rope_theta", "partial_rotary_factor")}
+        beside = ("rope_theta", "partial_rotary_factor")
+        around = {key: self.values.get(key, self._absent.get(key)) for key in beside}
         merged = {k: v for k, v in {**around, **table}.items() if v is not None}
         for key, value in merged.items():
             if key not in ("rope_type", "type"):

@@ -105,6 +105,20 @@ class ByGroup(Change):
 
 
 @dataclass(frozen=True)
+class Unflattened(Change):
+    """An axis that runs over blocks of `size`; ours has an axis for the blocks and one within them."""
+
+    axis: int
+    size: int
+
+    def do(self, x: mx.array) -> mx.array:
+        return mx.unflatten(x, self.axis, (-1, self.size))
+
+    def undo(self, x: mx.array) -> mx.array:
+        return x.flatten(self.axis, self.axis + 1)
+
+
+@dataclass(frozen=True)
 class Moved:
     """The values of the tensor at `to` in the order of the checkpoint, which `changes`, one after the other, make
     ours."""
@@ -138,6 +152,11 @@ def joined(to: str, parts: dict[str, int]) -> Names:
     Rows(to='attn.qkv', part=1, of=(4, 1, 1))
     """
     return {name: Rows(to, part, tuple(parts.values())) for part, name in enumerate(parts)}
+
+
+def either(prefix: str, names: Names) -> Names:
+    """A table for checkpoints that write a prefix before all names, and for those that do not."""
+    return {f"{prefix}{name}": rule for name, rule in names.items()} | names
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 They come with a checkpoint, so from strangers, and run in `template_sandbox`, within the limits of `template_guard`.
 """
 
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import CodeType
@@ -53,9 +54,11 @@ class ChatTemplate:
     def _compile(self) -> CodeType:
         from .template_sandbox import Sandbox, guarded
 
+        environment = Sandbox(Budget(()))
         try:
-            environment = Sandbox(Budget(()))
-            return environment.compile(guarded(environment.parse(self.source)), filename="<chat template>")
+            # Python warns on standard error of some of the nonsense that a template can hold.
+            with warnings.catch_warnings(action="ignore"):
+                return environment.compile(guarded(environment.parse(self.source)), filename="<chat template>")
         except Exception as error:
             raise self._explained(error) from None
 

@@ -23,7 +23,7 @@ BITS = 10_000
 NODE = 8
 """What a list, a dict, a number or a string weighs beside its characters."""
 
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))  # type: tuple[type[Collection[Any]], ...]
+VIEWS: tuple[type[Collection[Any]], ...] = (type({}.keys()), type({}.values()), type({}.items()))
 CONTAINERS: tuple[type[Collection[Any]], ...] = (list, tuple, dict, set, frozenset, *VIEWS)
 PERCENT = re.compile(r"%(?:\([^)]{0,200}\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
@@ -191,6 +191,9 @@ class Each:
 
     def __iter__(self) -> Iterator[Any]:
         for item in self.over:
+            self.budget.tick()
+            if isinstance(item, CONTAINERS):
+                self.budget.measure(item)
             yield item
 
     def __len__(self) -> int:

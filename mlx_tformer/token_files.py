@@ -8,10 +8,9 @@ tokenizer.json lacks are added.
 import json
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ CONFIG = "tokenizer_config.json"
 OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "vocab.txt")
 """Vocabularies that only other programs read."""
 KNOWN = (JSON, CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", *OTHERS)
-TEMPLATES = re.compile(r"chat_template\.jinja|chat_templates/[^/]+\.jinja|chat_template\.json")
 LFS = b"version https://git-lfs.github.com/spec"
 GROWTH = 64
 """How many times longer a tokenizer's normalizer may make a text. Those in use make it at most three times as long."""
@@ -198,7 +196,7 @@ class _Reader:
                 yield first, second
 
     def size(self, backend: "Backend") -> int:
-        """The highest id, plus one; refused if it is far beyond what the tokens need, since the package makes lists of ids."""
+        """The highest id, plus one; refused if far beyond what the tokens need: the package makes lists of ids."""
         ids = backend.get_vocab(with_added_tokens=True).values()
         highest = max(ids, default=-1)
         if highest > 4 * len(ids) + SPARE:
@@ -259,11 +257,11 @@ class _Reader:
 
     def templates(self) -> tuple[dict[str, str], str]:
         """The chat templates by name, and the file that they came from; files of their own count before the config."""
-        own = {Path(name).stem: name for name in self.files if name.endswith(".jinja") and TEMPLATES.fullmatch(name)}
+        own = {Path(name).stem: name for name in self.files if re.fullmatch(r"chat_templates/[^/]+\.jinja", name)}
+        if "chat_template.jinja" in self.files:
+            own["default"] = "chat_template.jinja"
         if own:
-            single = own.pop("chat_template", None)
-            found = {name: self.text(file) for name, file in own.items()}
-            return (found if single is None else {**found, "default": self.text(single)}), single or "chat_templates"
+            return {name: self.text(file) for name, file in own.items()}, own.get("default", "chat_templates")
         for file in (CONFIG, "chat_template.json"):
             value = (self.config if file == CONFIG else self.object(file)).get("chat_template")
             if value is not None:
@@ -352,7 +350,7 @@ def understood(where: str, *, quiet: bool = False) -> Iterator[None]:
     `sys.stderr`. With `quiet` that report is held back; whatever else was written meanwhile is passed on.
     """
     try:
-        with _report_held_back() if quiet else _nothing():
+        with _report_held_back() if quiet else nullcontext():
             yield
     except BaseException as error:
         if isinstance(error, MlxTformerError) or not (isinstance(error, Exception) or _is_panic(error)):
@@ -361,17 +359,14 @@ def understood(where: str, *, quiet: bool = False) -> Iterator[None]:
         raise BadInput(f"not a sound tokenizer: {text}", file=where) from None
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _report_held_back() -> Iterator[None]:
+    import tempfile
+
     with _STDERR, tempfile.TemporaryFile() as kept:
         try:
             saved = os.dup(2)
@@ -389,5 +384,5 @@ def _report_held_back() -> Iterator[None]:
             os.dup2(saved, 2)
             os.close(saved)
             kept.seek(0)
-            if not panicked:
-                os.write(2, kept.read())
+            if not panicked and (others := kept.read()):
+                os.write(2, others)

@@ -81,12 +81,14 @@ class Tokenizer:
 
         special: let special tokens that are spelled out in it be what they say; else they are text like any other.
         add_bos: with the tokens that go around a text: those of tokenizer.json's post-processor, as in transformers.
+        Raises UsageError for what is no text, BadInput if the tokenizer turns out to be broken.
         """
-        plain = not special and self._control.found_in(_checked(text))
+        _check_text(text)
         with understood(self._where, quiet=True):
-            if plain:
-                return self._control.encode_plain(text, around=add_bos)
-            return self._backend.encode(_checked(text), add_special_tokens=add_bos).ids
+            found = self._backend.encode(text, add_special_tokens=False)
+            if not special and not self._control.ids.isdisjoint(found.ids):
+                found = self._control.encode_plain(text)
+            return (self._backend.post_process(found) if add_bos else found).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ids; skip_special: leave special tokens out. Raises UsageError for an id that is out of range."""
@@ -194,8 +196,10 @@ class Tokens(Sequence[int]):
     def table(self) -> str:
         """One line a token: its place, its id and its text.
 
-        >>> import mlx_tformer as mt
-        >>> print(mt.load("shakespeare").tokens("To be").table())  # doctest: +SKIP
+        >>> print(Tokens([504, 3575]).table())
+        index    id  text
+            0   504
+            1  3575
         """
         texts = ["" if self.tokenizer is None else f'"{self.tokenizer.token_text(index)}"' for index in self.ids]
         rows = [
@@ -250,15 +254,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
 
 
-def _checked(text: str) -> str:
-    """A text that can be encoded: a string, and without halves of surrogate pairs."""
+def _check_text(text: str) -> None:
+    """A text that can be encoded is a string, and has no halves of surrogate pairs."""
     if not isinstance(text, str):
         raise UsageError(f"text: found a {type(text).__name__}, expected a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"text: no character at position {error.start}, but half of a surrogate pair") from None
-    return text
 
 
 def _short(value: object) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from ..config import MOST, Config
 from ..names import Drop, Names, Same, joined
-from ..nn import LM, Attention, Block, Embed, GatedMlp, Linear, Mask, Residual, RMSNorm, Stack
+from ..nn import LM, Attention, Block, Embed, GatedMlp, Linear, Mask, Position, Residual, RMSNorm, Stack
+from ..nn.tap import Module
 
 ABSENT = {"max_position_embeddings": 2048}
 
@@ -33,26 +34,47 @@ def names(c: Config) -> Names:
     }
 
 
-def decoder(c: Config, attention_of: Callable[[int], Attention], *, mlp_bias: bool = False) -> LM:
-    """What Llama and its relatives share; `attention_of(layer)` makes the attention of a layer."""
-    dim, hidden, act, eps = (
-        c["hidden_size"],
-        c["intermediate_size"],
-        c.get("hidden_act", "silu"),
-        c.get("rms_norm_eps", 1e-6),
-    )
+def decoder(
+    c: Config,
+    attention_of: Callable[[int], Module],
+    *,
+    mlp_of: Callable[[int], Module] | None = None,
+    mlp_bias: bool = False,
+    sandwich: bool = False,
+) -> LM:
+    """What Llama and its relatives share.
 
-    def block(layer: int) -> Block:
-        attn = Residual(attention_of(layer), pre=RMSNorm(dim, eps))
-        mlp = Residual(GatedMlp(dim, hidden, act, bias=mlp_bias), pre=RMSNorm(dim, eps))
-        return Block(attn=attn, mlp=mlp)
+    `attention_of(layer)` makes the attention of a layer, `mlp_of(layer)` what stands in for the gated MLP; with
+    `sandwich` there is a norm after each operation as well.
+    """
+    dim, act, eps = c["hidden_size"], c.get("hidden_act", "silu"), c.get("rms_norm_eps", 1e-6)
 
-    blocks = [block(layer) for layer in range(c["num_hidden_layers"])]
-    head = None if tied(c) else Linear(dim, c["vocab_size"], bias=False)
-    return LM(Embed(c["vocab_size"], dim), Stack(blocks, RMSNorm(dim, eps)), head, context=c["max_position_embeddings"])
+    def mlp(layer: int) -> Module:
+        return GatedMlp(dim, c["intermediate_size"], act, bias=mlp_bias) if mlp_of is None else mlp_of(layer)
+
+    def step(op: Module) -> Residual:
+        return Residual(op, pre=RMSNorm(dim, eps), post=RMSNorm(dim, eps) if sandwich else None)
+
+    blocks = [Block(attn=step(attention_of(layer)), mlp=step(mlp(layer))) for layer in range(c["num_hidden_layers"])]
+    stack = Stack(blocks, RMSNorm(dim, eps))
+    return LM(Embed(c["vocab_size"], dim), stack, head(c), context=c["max_position_embeddings"])
 
 
-def attention(c: Config, *, bias: bool, out_bias: bool, mask: Mask | None = None, qk_norm: bool = False) -> Attention:
+def head(c: Config) -> Linear | None:
+    """What makes logits, or None if the embedding does."""
+    return None if tied(c) else Linear(c["hidden_size"], c["vocab_size"], bias=False)
+
+
+def attention(
+    c: Config,
+    *,
+    bias: bool,
+    out_bias: bool,
+    mask: Mask | None = None,
+    qk_norm: bool = False,
+    position: Position | None = None,
+    interleaved: bool = False,
+) -> Attention:
     """Grouped heads that turn, with a norm on each head of q and k where a family has one."""
     heads, kv_heads, head_dim = head_sizes(c)
 
@@ -66,7 +88,7 @@ def attention(c: Config, *, bias: bool, out_bias: bool, mask: Mask | None = None
         head_dim,
         bias=bias,
         out_bias=out_bias,
-        position=c.rope(head_dim),
+        position=c.rope(head_dim, interleaved=interleaved) if position is None else position,
         mask=mask,
         q_norm=norm(),
         k_norm=norm(),

@@ -72,7 +72,10 @@ class Attention(Stateful):
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
         q, k, v = self._heads(self.qkv(x))
-        q, k = self.position.turn(self.q_norm(q), self.k_norm(k), ctx.offset, ctx.context)
+        q, k, v = (
+            x if self.clip is None else mx.clip(x, -self.clip, self.clip) for x in (self.q_norm(q), self.k_norm(k), v)
+        )
+        q, k = self.position.turn(q, k, ctx.offset, ctx.context)
         q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
         state = ctx.state(self.path)
         if isinstance(state, KV):
@@ -84,7 +87,6 @@ class Attention(Stateful):
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D)"""
-        qkv = qkv if self.clip is None else mx.clip(qkv, -self.clip, self.clip)
         heads = mx.unflatten(qkv, -1, (-1, self.head_dim)).swapaxes(1, 2)
         q, k, v = mx.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
         return q, k, v

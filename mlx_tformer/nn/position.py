@@ -33,6 +33,11 @@ class Scaling(ABC):
         return context, context
 
     @property
+    def sharpening(self) -> float:
+        """What DeepSeek's attention multiplies its scores with on top."""
+        return 1.0
+
+    @property
     def amplitude(self) -> float:
         """What turned queries and keys are multiplied with (`attention_factor`)."""
         return 1.0
@@ -134,6 +139,10 @@ class Yarn(Scaling):
             return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
         return self._grown(1.0)
 
+    @property
+    def sharpening(self) -> float:
+        return self._grown(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
     def _grown(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
@@ -232,30 +241,31 @@ class Position(Module):
 
 
 class Rope(Position):
-    """Rotary positions on the first `dims` features of each head.
+    """Rotary positions on the first `dims` features of each head, and on one more if they are odd.
 
     Features i and i + dims/2 turn together; if `interleaved`, features 2i and 2i + 1 do (GPT-J's order).
     """
 
     def __init__(self, dims: int, theta: float = 10000.0, scaling: Scaling | None = None, *, interleaved: bool = False):
         super().__init__()
-        if dims < 2 or dims % 2:
-            raise ValueError(f"rotary dims: found {dims}, expected an even number of 2 or more")
+        if dims < 1:
+            raise ValueError(f"rotary dims: found {dims}, expected 1 or more")
         self.dims, self.theta, self.interleaved = dims, theta, interleaved
         self.scaling = Unscaled() if scaling is None else scaling
+        self.turned = dims + dims % 2
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
         table = periods(self.scaling, self.dims, self.theta, self.regime(context))
         if self.scaling.amplitude != 1.0:
             x = self._amplified(x)
         return mx.fast.rope(
-            x, self.dims, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=table
+            x, self.turned, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=table
         )
 
     def _amplified(self, x: mx.array) -> mx.array:
-        if self.dims == x.shape[-1]:
+        if self.turned == x.shape[-1]:
             return x * self.scaling.amplitude
-        turned, rest = mx.split(x, [self.dims], axis=-1)
+        turned, rest = mx.split(x, [self.turned], axis=-1)
         return mx.concatenate([turned * self.scaling.amplitude, rest], axis=-1)
 
     def regime(self, context: int) -> int:

@@ -1,0 +1,45 @@
+"""BLOOM: ALiBi instead of positions, a norm after the embedding; q, k and v are stored by head."""
+
+from ..config import Config
+from ..names import ByGroup, Moved, Names, Same, either
+from ..nn import LM, Alibi, Attention, Block, Embed, LayerNorm, Mlp, Residual, Stack
+
+ABSENT = {"tie_word_embeddings": True}
+
+
+def model(c: Config) -> LM:
+    dim, heads, eps = c["hidden_size"], c["n_head"], c.get("layer_norm_epsilon", 1e-5)
+    alibi = Alibi(heads)
+    c.expect(apply_residual_connection_post_layernorm=False, tie_word_embeddings=True)
+    c.ignore(
+        "slow_but_exact", "seq_length", "offset_alibi", "masked_softmax_fusion", "unk_token_id", "bias_dropout_fusion"
+    )
+
+    def block() -> Block:
+        return Block(
+            attn=Residual(Attention(dim, heads, bias=True, position=alibi), pre=LayerNorm(dim, eps)),
+            mlp=Residual(Mlp(dim, 4 * dim, "gelu_new"), pre=LayerNorm(dim, eps)),
+        )
+
+    layers = [block() for _ in range(c["n_layer"])]
+    return LM(Embed(c["vocab_size"], dim, norm=LayerNorm(dim, eps)), Stack(layers, LayerNorm(dim, eps)))
+
+
+def names(c: Config) -> Names:
+    theirs, ours = "h.{}", "decoder.layers.{}"
+    return either(
+        "transformer.",
+        {
+            "word_embeddings": "embed.tokens",
+            "word_embeddings_layernorm": "embed.norm",
+            f"{theirs}.input_layernorm": f"{ours}.attn.pre",
+            f"{theirs}.self_attention.query_key_value": Moved(
+                f"{ours}.attn.op.qkv", (ByGroup(c["n_head"], (1, 1, 1)),)
+            ),
+            f"{theirs}.self_attention.dense": f"{ours}.attn.op.out",
+            f"{theirs}.post_attention_layernorm": f"{ours}.mlp.pre",
+            f"{theirs}.mlp.dense_h_to_4h": f"{ours}.mlp.op.up",
+            f"{theirs}.mlp.dense_4h_to_h": f"{ours}.mlp.op.down",
+            "ln_f": "decoder.norm",
+        },
+    ) | {"lm_head": Same("embed.tokens")}

@@ -1,0 +1,37 @@
+"""GPT-J: attention and MLP share one norm and run side by side; interleaved rotary features; a bias on the head."""
+
+from ..config import Config
+from ..names import Drop, Names, joined
+from ..nn import LM, Attention, Embed, LayerNorm, Linear, Mlp, Parallel, Residual, Rope, Stack
+
+ABSENT = {"n_positions": 2048, "rotary_dim": 64}
+
+
+def model(c: Config) -> LM:
+    dim, heads, eps = c["n_embd"], c["n_head"], c.get("layer_norm_epsilon", 1e-5)
+    hidden, act = c.get("n_inner", 4 * dim), c.get("activation_function", "gelu_new")
+    c.expect(tie_word_embeddings=False)
+
+    def block() -> Parallel:
+        attention = Attention(dim, heads, position=Rope(c["rotary_dim"], interleaved=True))
+        return Parallel(LayerNorm(dim, eps), attn=Residual(attention), mlp=Residual(Mlp(dim, hidden, act)))
+
+    layers = [block() for _ in range(c["n_layer"])]
+    head = Linear(dim, c["vocab_size"])
+    return LM(Embed(c["vocab_size"], dim), Stack(layers, LayerNorm(dim, eps)), head, context=c["n_positions"])
+
+
+def names(c: Config) -> Names:
+    theirs, ours = "transformer.h.{}", "decoder.layers.{}"
+    return {
+        "transformer.wte": "embed.tokens",
+        f"{theirs}.ln_1": f"{ours}.pre",
+        **joined(f"{ours}.attn.op.qkv", {f"{theirs}.attn.{x}_proj": 1 for x in "qkv"}),
+        f"{theirs}.attn.out_proj": f"{ours}.attn.op.out",
+        f"{theirs}.attn.bias": Drop("the causal mask"),
+        f"{theirs}.attn.masked_bias": Drop("the causal mask"),
+        f"{theirs}.mlp.fc_in": f"{ours}.mlp.op.up",
+        f"{theirs}.mlp.fc_out": f"{ours}.mlp.op.down",
+        "transformer.ln_f": "decoder.norm",
+        "lm_head": "head",
+    }

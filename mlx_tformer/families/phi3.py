@@ -1,0 +1,29 @@
+"""Phi 3 and 4: Llama with q, k, v and gate, up stored as one, longrope for long contexts, and a window where one is
+given."""
+
+from ..config import Config
+from ..names import Names
+from ..nn import LM, Causal, Window
+from . import llama
+
+ABSENT = {
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def model(c: Config) -> LM:
+    window = c.get("sliding_window")
+    mask = Causal() if window is None else Causal() & Window(window)
+    c.expect(attention_bias=False)
+    c.ignore("original_max_position_embeddings")
+    return llama.decoder(c, lambda layer: llama.attention(c, bias=False, out_bias=False, mask=mask))
+
+
+def names(c: Config) -> Names:
+    return llama.names(c) | {
+        "model.layers.{}.self_attn.qkv_proj": "decoder.layers.{}.attn.op.qkv",
+        "model.layers.{}.mlp.gate_up_proj": "decoder.layers.{}.mlp.op.gate_up",
+    }

@@ -1,0 +1,31 @@
+"""SmolLM3: Llama in which every fourth layer has no positions."""
+
+from ..config import Config
+from ..nn import LM, Attention, Position
+from . import llama
+
+ABSENT = {
+    "max_position_embeddings": 32768,
+    "no_rope_layer_interval": 4,
+    "num_key_value_heads": 4,
+    "rope_theta": 2000000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def model(c: Config) -> LM:
+    layers, every, bias = c["num_hidden_layers"], c["no_rope_layer_interval"], c.get("attention_bias", False)
+    turning = c.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(layers)])
+    if len(turning) != layers:
+        raise c.wrong("no_rope_layers", f"{layers} entries, one for each layer")
+    masks = c.masks(["full_attention"] * layers)
+    c.ignore("use_sliding_window", "sliding_window", "max_window_layers")
+
+    def attention(layer: int) -> Attention:
+        position = None if turning[layer] else Position()
+        return llama.attention(c, bias=bias, out_bias=bias, mask=masks[layer], position=position)
+
+    return llama.decoder(c, attention, mlp_bias=c.get("mlp_bias", False))
+
+
+names = llama.names
