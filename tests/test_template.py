@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlx_tformer import template_guard
 from mlx_tformer.errors import BadInput, UsageError
-from mlx_tformer.template import LONGEST, ChatTemplate, choose, one_line
+from mlx_tformer.tokens import guard as template_guard
+from mlx_tformer.tokens.template import LONGEST, ChatTemplate, choose, one_line
 
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 GROW = "{% set ns = namespace(x=['ab']) %}{% for i in range(99) %}"
@@ -22,24 +22,52 @@ def render(source: str, **variables: Any) -> str:
     ("source", "text"),
     [
         ("{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}", "<user>Hello<assistant>Hi"),
-        ("{% for m in messages %}\n  {% if loop.last %}\n{{ loop.length }}{{ loop.revindex }}\n  {% endif %}\n{% endfor %}", "21\n"),
-        ("{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "02"),
+        (
+            "{% for m in messages %}\n  {% if loop.last %}\n{{ loop.length }}{{ loop.revindex }}\n  {% endif %}\n"
+            "{% endfor %}",
+            "21\n",
+        ),
+        (
+            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}"
+            "{{ i }}{% endfor %}",
+            "02",
+        ),
         ("{{ {'b': '<é>', 'a': [1, none, true]} | tojson }}", '{"b": "<é>", "a": [1, null, true]}'),
         ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
         ("{{ ['é'] | tojson(ensure_ascii=true, separators=(',', ':')) }}", '["\\u00e9"]'),
         ("{% generation %}a{{ messages[0].role }}{% endgeneration %}", "auser"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2"),
-        ("{% macro f(a, b='x') %}{{ a }}{{ b }}{{ caller() if caller }}{% endmacro %}{{ f(1) }}{% call f(2, b='y') %}z{% endcall %}", "1x2yz"),
+        (
+            "{% macro f(a, b='x') %}{{ a }}{{ b }}{{ caller() if caller }}{% endmacro %}"
+            "{{ f(1) }}{% call f(2, b='y') %}z{% endcall %}",
+            "1x2yz",
+        ),
         ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}", "Hello"),
         ("{{ messages[::-1][0].role }}{{ messages[1:] | length }}{{ messages[-1]['role'][:4] }}", "assistant1assi"),
-        ("{{ 'a' ~ 1 ~ none }}{{ 'x' * 3 }}{{ '%s-%03d' % ('a', 7) }}{{ '{:>4}|{}'.format(1, 'b') }}{{ 2 ** 10 }}", "a1Nonexxxa-007   1|b1024"),
+        (
+            "{{ 'a' ~ 1 ~ none }}{{ 'x' * 3 }}{{ '%s-%03d' % ('a', 7) }}{{ '{:>4}|{}'.format(1, 'b') }}{{ 2 ** 10 }}",
+            "a1Nonexxxa-007   1|b1024",
+        ),
         ("{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2] | sum }}{{ messages | sum(attribute='n', start=0) }}", "[1, 2]30"),
-        ("{{ 'a\nb' | indent(2, first=true) }}|{{ 'b' | center(5) }}|{{ 'aab' | replace('a', 'c', 1) }}|{{ '%d' | format(3) }}", "  a\n  b|  b  |cab|3"),
-        ("{{ 2.567 | round(1) }}{{ [1, 2, 3] | batch(2, 0) | list }}{{ ', '.join(['a', 'b']) }}", "2.6[[1, 2], [3, 0]]a, b"),
-        ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for m in [] %}{% else %}none{% endfor %}", "a1none"),
+        (
+            "{{ 'a\nb' | indent(2, first=true) }}|{{ 'b' | center(5) }}|{{ 'aab' | replace('a', 'c', 1) }}|"
+            "{{ '%d' | format(3) }}",
+            "  a\n  b|  b  |cab|3",
+        ),
+        (
+            "{{ 2.567 | round(1) }}{{ [1, 2, 3] | batch(2, 0) | list }}{{ ', '.join(['a', 'b']) }}",
+            "2.6[[1, 2], [3, 0]]a, b",
+        ),
+        (
+            "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for m in [] %}{% else %}none{% endfor %}",
+            "a1none",
+        ),
         ("{% for n in [{'n': 1, 'k': [{'n': 2}]}] recursive %}{{ n.n }}{{ loop(n.k) if n.k }}{% endfor %}", "12"),
         ("{% set x %}a{{ messages[0].role }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "AUSERB"),
-        ("{% if messages.append is defined %}{{ 1 }}{% endif %}{{ missing }}{{ messages[0].missing is defined }}", "False"),
+        (
+            "{% if messages.append is defined %}{{ 1 }}{% endif %}{{ missing }}{{ messages[0].missing is defined }}",
+            "False",
+        ),
         ("{{ 'a,b'.split(',') | last }}{{ ' a '.strip() }}{{ 'ab'.startswith('a') }}{{ 'x'.ljust(3) }}|", "baTruex  |"),
         ("{{ dict(a=1) }}{{ cycler('a', 'b').next() }}{{ namespace(a=1) }}", "{'a': 1}a<Namespace>"),
         ("{{ tools is none }}{{ tools }}", "TrueNone"),
@@ -66,7 +94,10 @@ def test_a_loop_can_be_as_long_as_a_conversation() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ raise_exception('Roles must\n alternate!') }}", "the template refuses this conversation: Roles must alternate!"),
+        (
+            "{{ raise_exception('Roles must\n alternate!') }}",
+            "the template refuses this conversation: Roles must alternate!",
+        ),
         ("{{ raise_exception('\x1b[31mred') }}", "the template refuses this conversation: ?[31mred"),
         ("a\n{% if %}", "line 2: Expected an expression, got 'end of statement block'"),
         ("{% for m in messages %}", "line 1: Unexpected end of template"),
@@ -88,6 +119,12 @@ def test_a_failing_template_is_one_clear_line(source: str, message: str) -> None
         render(source)
     text = str(caught.value)
     assert text.startswith(f"x.jinja: chat template: {message}") and text.isprintable() and len(text) < 400
+
+
+def test_a_nonsensical_template_warns_nobody(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(BadInput, match="TypeError"):
+        render("{{ (1)[2:3] }}")
+    assert not recwarn.list
 
 
 # Security
@@ -135,13 +172,14 @@ def test_a_template_cannot_reach_python(source: str) -> None:
     "source",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) if messages | list | length > 9 %}{% for j in range(99999) %}{% endfor %}{% endfor %}" * 40,
-        "{% for i in range(99999) %}{% set x = range(99999) | map('string') | select('in', 'abc') | list %}{% endfor %}",
+        "{% for i in range(99999) if messages | list | length > 9 %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        * 40,
+        "{% for i in range(99999) %}{{ range(99999) | map('string') | select('in', 'abc') | list }}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for i in range(99999) recursive %}{{ loop(range(99999)) if loop.depth < 3 }}{% endfor %}",
         "{{ range(99999) | slice(10 ** 9) | list }}",
         "{{ ([[1]] * 50000) | sum(start=[]) | length }}",
-        "{% set x = 'a' * 2000000 %}" + "{% if x[1:] in x ~ 'b' %}{% endif %}" * 40 + "{% if 'b' in x %}{% endif %}" * 2000,
+        "{% set x = 'a' * 2000000 ~ 'ba' %}{% set y = 'a' * 1000000 ~ 'c' %}" + "{% if y in x %}{% endif %}" * 2000,
         "{% set ns = namespace(x=1) %}{% for i in range(99999) %}{% set ns.x = [ns.x] %}{% endfor %}",
         "{% set x = 'ab' * 200000 %}{% for i in range(99999) %}{{ x | title | length }}{% endfor %}",
     ],
@@ -234,6 +272,34 @@ def test_a_template_cannot_dig_too_deep(source: str) -> None:
         render(source)
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        "{% for i in [] %}{% endfor %}{% for i in 'a' %}{% endfor %}",
+        "{% if a == b %}{% endif %}",
+        "{% if a is divisibleby 2 %}{% endif %}",
+        "{% set x = a + a %}",
+        "{% set x = b.upper() %}",
+        "{% set x = b | upper %}",
+        "{% set x = b[1:] %}",
+        "{% set x = [a] %}",
+        "{% set x = (a, b) %}",
+        "{% set x = {'a': a} %}",
+        "{% set x = a ~ b %}",
+        "{% set x %}x{% endset %}",
+        "{{ a }}",
+    ],
+)
+def test_every_step_asks_for_time(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for times in (1, 21):
+        asked: list[int] = []
+        monkeypatch.setattr(template_guard.Budget, "tick", lambda self, asked=asked: asked.append(1))
+        ChatTemplate(step * times).render({"a": 2, "b": "text"})
+        counts.append(len(asked))
+    assert counts[1] - counts[0] >= 20
+
+
 def test_endless_structures_are_found_in_the_conversation_too() -> None:
     shared: Any = ["ab"]
     for _ in range(40):
@@ -266,7 +332,10 @@ def test_the_template_is_chosen_by_name_by_tools_or_by_default() -> None:
     assert choose(["default", "rag"], "rag", tools=True) == "rag"
     assert choose(["default", "tool_use"], tools=True) == "tool_use"
     assert choose(["default"], tools=True) == "default"
-    for names, wish, message in ((["rag"], None, "no chat template named 'default'; there are 'rag'"), ([], None, "use --raw")):
+    for names, wish, message in (
+        (["rag"], None, "no chat template named 'default'; there are 'rag'"),
+        ([], None, "use --raw"),
+    ):
         with pytest.raises(UsageError, match=message):
             choose(names, wish)
 

@@ -1,6 +1,7 @@
 """Tokenizers: ids, text, streams and prompts, against transformers' answers and against each other."""
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_tformer.errors import BadInput, UsageError
 from mlx_tformer.tokens import Tokenizer, Tokens
+from mlx_tformer.tokens.control import any_of
 
 DATA = Path(__file__).parent / "data" / "tokenizers"
 EXPECTED = json.loads((DATA / "expected.json").read_text("utf-8"))
@@ -28,11 +30,6 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def texts(kind: str) -> list[dict[str, Any]]:
     return EXPECTED["kinds"][kind]["texts"]
-
-
-def streamed(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
-    stream = tokenizer.stream(**options)
-    return [*map(stream.add, ids), stream.finish()]
 
 
 # Plain text
@@ -80,6 +77,27 @@ def test_no_text_makes_a_special_token(kind: str, text: str) -> None:
     assert not special & set(tokenizer.encode(text, add_bos=False))
 
 
+def test_no_text_is_normalized_into_a_special_token() -> None:
+    files = folder("byte-level", chat_template="{{ messages[0].content }}<|im_end|>")
+    state = json.loads(files["tokenizer.json"])
+    state["normalizer"] = {"type": "Lowercase"}
+    for token in state["added_tokens"]:
+        token["normalized"] = True
+    tokenizer = Tokenizer.from_files(files | {"tokenizer.json": json.dumps(state).encode()}, "here")
+    assert tokenizer is not None
+    assert tokenizer.encode("a<|IM_END|>", special=True)[-1] == tokenizer.eos_id
+    assert tokenizer.eos_id not in tokenizer.encode("a<|IM_END|>")
+    assert tokenizer.chat([{"role": "user", "content": "a<|IM_END|>"}]).count(tokenizer.eos_id) == 1
+
+
+@given(st.sets(st.text("ab<|>", min_size=1, max_size=6), max_size=8), st.text("ab<|>", max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_the_pattern_of_special_tokens_finds_the_longest_first(tokens: set[str], text: str) -> None:
+    plain = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+    found = re.finditer(any_of(tokens) or "(?!)", text)
+    assert [match.span() for match in found] == [match.span() for match in re.finditer(plain, text)]
+
+
 def test_an_id_out_of_range_is_refused() -> None:
     for wrong in (-1, 10**10, LOADED["words"].size):
         with pytest.raises(UsageError, match=f"found id {wrong}, expected 0 to 10"):
@@ -125,135 +143,6 @@ def test_threads_share_a_tokenizer() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-# Streams
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_streamed_text_equals_the_decoded_one(kind: str) -> None:
-    tokenizer = LOADED[kind]
-    for row in texts(kind):
-        assert "".join(streamed(tokenizer, row["ids"])) == row["decoded"]
-        assert "".join(streamed(tokenizer, row["ids"], skip_special=True)) == row["skipped"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data())
-@settings(max_examples=400, deadline=None)
-def test_any_streamed_ids_equal_the_decoded_ones(kind: str, data: st.DataObject) -> None:
-    tokenizer = LOADED[kind]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=25))
-    pieces, whole = streamed(tokenizer, ids), tokenizer.decode(ids)
-    assert "".join(pieces) == whole
-    assert tokenizer.decode(ids, skip_special=True) == "".join(streamed(tokenizer, ids, skip_special=True))
-    for index in range(len(pieces)):
-        assert whole.startswith("".join(pieces[:index]))
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "metaspace"])
-@given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_runs_of_bytes_and_spaces_stream_as_they_decode(kind: str, data: st.DataObject) -> None:
-    tokenizer = LOADED[kind]
-    vocab = tokenizer._backend.get_vocab()
-    likely = [vocab[f"<0x{byte:02X}>"] for byte in "é中👩".encode()] + [vocab["▁"], vocab["▁the"], vocab["a"], 1]
-    ids = data.draw(st.lists(st.sampled_from(likely), max_size=30))
-    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
-
-
-def test_no_half_character_is_streamed() -> None:
-    tokenizer = LOADED["byte-level"]
-    ids = tokenizer.encode("👩‍👩‍👧 中")
-    pieces = streamed(tokenizer, ids)
-    assert "".join(pieces) == "👩‍👩‍👧 中"
-    assert not any("\ufffd" in piece for piece in pieces)
-    cut = streamed(tokenizer, ids[:2])
-    assert cut[:-1] == ["", ""] and cut[-1] == "\ufffd" == tokenizer.decode(ids[:2])
-
-
-def test_the_zero_byte_and_a_leading_space_survive_a_stream() -> None:
-    for kind in ("byte-level", "sentencepiece", "metaspace"):
-        tokenizer = LOADED[kind]
-        ids = tokenizer.encode(" \x00 x", add_bos=False)
-        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
-        assert "\x00" in tokenizer.decode(ids)
-
-
-def test_a_stream_keeps_only_a_few_tokens() -> None:
-    for kind in ("sentencepiece", "metaspace", "wordpiece"):
-        tokenizer = LOADED[kind]
-        stream = tokenizer.stream()
-        for index in (tokenizer.size - 1, 7, *tokenizer.encode("the hat is on the mat   ", add_bos=False)) * 200:
-            stream.add(index)
-        kept: Any = stream._detokenizer
-        assert len(kept._head + kept._last + kept._run) <= 8, kind
-
-
-def test_an_id_without_a_token_has_no_text() -> None:
-    stream = LOADED["byte-level"].stream()
-    assert stream.add(10**6) == "" and stream.finish() == ""
-
-
-DECODERS: list[Any] = [
-    None,
-    {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-    {"type": "Fuse"},
-    {"type": "Strip", "content": "a", "start": 1, "stop": 1},
-    {"type": "Strip", "content": "a", "start": 0, "stop": 2},
-    {"type": "BPEDecoder", "suffix": "</w>"},
-    {"type": "WordPiece", "prefix": "##", "cleanup": True},
-    {"type": "WordPiece", "prefix": "##", "cleanup": False},
-    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True},
-    {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": True},
-    {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-    {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 2, "stop": 1},
-        ],
-    },
-    {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": "b"}, "content": "<0x41>"},
-            {"type": "ByteFallback"},
-        ],
-    },
-    {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Replace", "pattern": {"String": "ab"}, "content": "c"}]},
-    {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"Regex": "a+"}, "content": "<0x41>"}]},
-]
-PIECES = ["a", "b", "ab", "▁", "▁a", "▁▁", " ", "##", "##a", "a</w>", "</w>", "<0xC3>", "<0xA9>", "<0x41>", "Ġa", "Ã", "©"]
-PIECES += [".", ",", "'", "n't", "do not", "<s>", "é", "aa", "aba"]
-
-
-@pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: json.dumps(decoder)[:60])
-@pytest.mark.parametrize("clean", [False, True])
-@given(ids=st.lists(st.integers(0, len(PIECES)), max_size=20))
-@settings(max_examples=60, deadline=None)
-def test_every_decoder_streams_as_it_decodes(decoder: Any, clean: bool, ids: list[int]) -> None:
-    key = json.dumps([decoder, clean])
-    if key not in LOADED:
-        vocab = {piece: index for index, piece in enumerate(PIECES)}
-        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
-        files = {"tokenizer.json": json.dumps({"model": model, "decoder": decoder}).encode()}
-        files["tokenizer_config.json"] = json.dumps({"clean_up_tokenization_spaces": clean, "bos_token": "<s>"}).encode()
-        found = Tokenizer.from_files(files, "here")
-        assert found is not None
-        LOADED[key] = found
-    tokenizer = LOADED[key]
-    ids = [index % tokenizer.size for index in ids]
-    try:
-        whole = tokenizer.decode(ids)
-    except BadInput:  # `Strip` panics where it would cut more than there is
-        with pytest.raises(BadInput, match="not a sound tokenizer"):
-            streamed(tokenizer, ids)
-        return
-    assert "".join(streamed(tokenizer, ids)) == whole
 
 
 # Conversations
@@ -318,7 +207,9 @@ def test_encoding_marked_text_equals_encoding_it_at_once(kind: str, data: st.Dat
     """Where nothing is marked, the way of the stand-ins gives what the tokenizer itself gives."""
     tokenizer = LOADED[kind]
     spelled = [token.content for _, token in tokenizer._control.tokens]
-    parts = data.draw(st.lists(st.sampled_from([*spelled, " ", "the", " hat", "é", "中", "\n", "x", "<", "think>"]), max_size=12))
+    parts = data.draw(
+        st.lists(st.sampled_from([*spelled, " ", "the", " hat", "é", "中", "\n", "x", "<", "think>"]), max_size=12)
+    )
     text = "".join(parts)
     marked = tokenizer._control.encode_marked(text, tokenizer._control.marker(iter([text])))
     assert marked == tokenizer.encode(text, special=True, add_bos=False)
@@ -340,13 +231,23 @@ def test_without_a_chat_template_the_way_on_is_told() -> None:
         LOADED["byte-level"].chat(HELLO, template="x")
 
 
-@pytest.mark.parametrize("messages", [[], "Hello", {"role": "user"}, ["Hello"], [{"role": "user", "content": {1, 2}}], None])
+@pytest.mark.parametrize(
+    "messages", [[], "Hello", {"role": "user"}, ["Hello"], [{"role": "user", "content": {1, 2}}], None]
+)
 def test_a_conversation_that_is_none_is_refused(messages: Any) -> None:
     with pytest.raises(UsageError, match="expected"):
         LOADED["byte-level"].chat(messages)
     tools: Any = [len]
     with pytest.raises(UsageError, match="tools"):
         LOADED["byte-level"].chat(HELLO, tools=tools)
+
+
+def test_a_template_is_told_what_there_is_not() -> None:
+    files = folder(
+        "byte-level", chat_template="{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}"
+    )
+    assert rendered(files) == "True True True"
+    assert rendered(files, add_generation_prompt=False, documents=[]) == "True False False"
 
 
 def test_tools_choose_the_template_for_tools() -> None:

@@ -1,4 +1,4 @@
-"""Tokenizer files that are broken, hostile or unlucky: one clear line, nothing on standard error, and a sound twin loads."""
+"""Tokenizer files that are broken or hostile: one clear line, nothing else on stderr, and a sound twin loads."""
 
 import json
 import os
@@ -13,6 +13,9 @@ from mlx_tformer.tokens import Tokenizer
 DATA = Path(__file__).parent / "data" / "tokenizers"
 SOUND = json.loads((DATA / "byte-level" / "tokenizer.json").read_text("utf-8"))
 TINY = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "é": 3}, "merges": ["a b"]}
+
+UNSOUND = {"merges": ["a é"], "continuing_subword_prefix": "#"}
+"""With these the `tokenizers` package ends the process, if it gets to see them."""
 
 
 def load(state: Any, **files: Any) -> Tokenizer:
@@ -62,13 +65,13 @@ BROKEN: dict[str, Any] = {
     "unknown model": {"model": {"type": "Magic"}},
     "merge of unknown tokens": {"model": {**TINY, "merges": ["a x"]}},
     "merges shorter than the prefix": {"model": {**TINY, "continuing_subword_prefix": "##"}},
-    "merge that is cut in a character": {"model": {**TINY, "merges": ["a é"], "continuing_subword_prefix": "#"}},
+    "merge that is cut in a character": {"model": {**TINY, **UNSOUND}},
     "prefix that is cut in a character": {"model": {**TINY, "merges": ["a é"], "continuing_subword_prefix": "é"}},
-    "prefix that is spelled with escapes": json.dumps({"model": {**TINY, "continuing_subword_prefix": "##"}})
+    "prefix that is spelled with escapes": json.dumps({"model": {**TINY, **UNSOUND}})
     .replace("continuing", "\\u0063ontinuing")
     .encode(),
     "prefix in the first of two models": b'{"model":'
-    + json.dumps({**TINY, "continuing_subword_prefix": "##"}).encode()
+    + json.dumps({**TINY, **UNSOUND}).encode()
     + b',"model":'
     + json.dumps(TINY).encode()
     + b"}",
@@ -92,7 +95,12 @@ FINE: dict[str, Any] = {
     "the sound one": SOUND,
     "plain": {"model": TINY},
     "merges with the prefix": {
-        "model": {"type": "BPE", "vocab": {"a": 0, "##b": 1, "ab": 2}, "merges": ["a ##b"], "continuing_subword_prefix": "##"}
+        "model": {
+            "type": "BPE",
+            "vocab": {"a": 0, "##b": 1, "ab": 2},
+            "merges": ["a ##b"],
+            "continuing_subword_prefix": "##",
+        }
     },
     "regex": {"model": TINY, "pre_tokenizer": split("a+")},
     "normalizer": {"model": TINY, "normalizer": growing(2)},
@@ -144,7 +152,7 @@ def test_ids_that_no_token_has_decode_to_nothing() -> None:
 
 
 def test_what_others_write_to_standard_error_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    from mlx_tformer.token_files import understood
+    from mlx_tformer.tokens.files import understood
 
     with understood("here", quiet=True):
         os.write(2, b"somebody else's words\n")
@@ -152,7 +160,7 @@ def test_what_others_write_to_standard_error_is_kept(capfd: pytest.CaptureFixtur
 
 
 def test_an_interruption_stays_one() -> None:
-    from mlx_tformer.token_files import understood
+    from mlx_tformer.tokens.files import understood
 
     for kind in (KeyboardInterrupt, SystemExit):
         with pytest.raises(kind), understood("here", quiet=True):
@@ -199,7 +207,7 @@ def test_tokens_that_the_config_names_are_special() -> None:
 def test_without_tokenizer_files_there_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert Tokenizer.find(tmp_path) is None
-    with pytest.raises(UsageError, match="has no tokenizer; expected tokenizer.json"):
+    with pytest.raises(UsageError, match=r"has no tokenizer; expected tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -231,8 +239,14 @@ GPT2 = {path.name: path.read_bytes() for path in (DATA / "gpt2").iterdir()}
         ({"merges.txt": b"xx yy\n"}, "merges.txt: not a sound tokenizer"),
         ({"vocab.json": b'{"a": "b"}'}, "vocab.json: found 'b', expected an id"),
         ({"vocab.json": b'{"a": -1}'}, "vocab.json: found -1, expected an id"),
-        ({"tokenizer_config.json": b'{"tokenizer_class": "RobertaTokenizer"}'}, "only as GPT-2's, not for RobertaTokenizer"),
-        ({"tokenizer_config.json": b"{}", "config.json": b'{"model_type": "roberta"}'}, "only as GPT-2's, not for roberta"),
+        (
+            {"tokenizer_config.json": b'{"tokenizer_class": "RobertaTokenizer"}'},
+            "only as GPT-2's, not for RobertaTokenizer",
+        ),
+        (
+            {"tokenizer_config.json": b"{}", "config.json": b'{"model_type": "roberta"}'},
+            "only as GPT-2's, not for roberta",
+        ),
     ],
 )
 def test_a_broken_vocabulary_of_the_old_kind_is_refused(files: dict[str, bytes], message: str) -> None:

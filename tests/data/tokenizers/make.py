@@ -1,14 +1,15 @@
 """Make the tiny tokenizers of this folder, and ask transformers for the answers that they must give.
 
 Run with Python that has `transformers` (5.24 was used) and `tokenizers`: `python tests/data/tokenizers/make.py`.
-One folder a kind of vocabulary; `expected.json` holds the answers.
+One folder a kind of vocabulary; `expected.json` holds the answers. WordPiece's trainer breaks ties by chance, so that
+its vocabulary is another one each time.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
 CORPUS = [
@@ -47,7 +48,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "rain",
-            "description": "Does it rain in <place> & \"there\"? Ja – naïve",
+            "description": 'Does it rain in <place> & "there"? Ja – naïve',
             "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
         },
     }
@@ -108,7 +109,9 @@ def byte_level() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=380, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     return tokenizer
@@ -128,7 +131,9 @@ def sentence_piece(*, metaspace: bool) -> Tokenizer:
     corpus = [line.replace("中文", "") for line in CORPUS]
     splitter = None if metaspace else pre_tokenizers.Split("▁", "merged_with_next")
     pre_tokenizer, tokenizer.pre_tokenizer = tokenizer.pre_tokenizer, splitter or pre_tokenizers.Metaspace()
-    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=430, special_tokens=special, show_progress=False))
+    tokenizer.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=430, special_tokens=special, show_progress=False)
+    )
     tokenizer.pre_tokenizer = pre_tokenizer
     # Byte tokens are no special tokens in a real vocabulary, so only three of the added ones are kept.
     state = json.loads(tokenizer.to_str())
@@ -158,7 +163,9 @@ def word_piece() -> Tokenizer:
 
 def words() -> Tokenizer:
     """Whole words, put together with spaces: no decoder, and the clean-up of transformers."""
-    known = {word: index for index, word in enumerate(["<unk>", "the", "hat", "is", ".", ",", "'", "n't", "'s", "do", "n"])}
+    known = {
+        word: index for index, word in enumerate(["<unk>", "the", "hat", "is", ".", ",", "'", "n't", "'s", "do", "n"])
+    }
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
@@ -167,16 +174,20 @@ def words() -> Tokenizer:
 CHATML = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
-KINDS = {
-    "byte-level": (byte_level(), CHATML | {"add_bos_token": True}, ("<|im_start|>", "<|im_end|>")),
-    "sentencepiece": (sentence_piece(metaspace=False), LLAMA, ("<s>", "</s>")),
-    "metaspace": (sentence_piece(metaspace=True), LLAMA, ("<s>", "</s>")),
-    "wordpiece": (word_piece(), BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]"}, ("[CLS]", "[SEP]")),
-    "words": (words(), {"unk_token": "<unk>", "clean_up_tokenization_spaces": True}, ("", "")),
-}
 
 
-def answers(tokenizer, chats: bool) -> dict:
+def kinds() -> dict[str, tuple[Tokenizer, dict[str, Any], tuple[str, str]]]:
+    """The tokenizers, their configs, and the tokens that their chat template writes."""
+    return {
+        "byte-level": (byte_level(), CHATML | {"add_bos_token": True}, ("<|im_start|>", "<|im_end|>")),
+        "sentencepiece": (sentence_piece(metaspace=False), LLAMA, ("<s>", "</s>")),
+        "metaspace": (sentence_piece(metaspace=True), LLAMA, ("<s>", "</s>")),
+        "wordpiece": (word_piece(), BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]"}, ("[CLS]", "[SEP]")),
+        "words": (words(), {"unk_token": "<unk>", "clean_up_tokenization_spaces": True}, ("", "")),
+    }
+
+
+def answers(tokenizer: Any, chats: bool) -> dict[str, Any]:
     """What transformers says to all texts and conversations."""
     found = {"size": len(tokenizer), "texts": [], "chats": []}
     for text in TEXTS:
@@ -202,8 +213,10 @@ def answers(tokenizer, chats: bool) -> dict:
 
 def main() -> None:
     """Write everything."""
+    from transformers import AutoTokenizer  # not at the top, since pytest imports this file to look for doctests
+
     expected = {"messages": MESSAGES, "calls": CALLS, "kinds": {}}
-    for kind, (tokenizer, names, (begin, end)) in KINDS.items():
+    for kind, (tokenizer, names, (begin, end)) in kinds().items():
         folder = HERE / kind
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False), "utf-8")

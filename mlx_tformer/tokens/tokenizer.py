@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import mlx.core as mx
 
-from .errors import UsageError
+from ..errors import UsageError
+from .control import ControlTokens, plain_data, strings
+from .files import Loaded, load, read_folder, understood
+from .stream import TextStream, clean_up, detokenizer, flat, is_byte_level, token_bytes
 from .template import ChatTemplate, choose
-from .token_control import ControlTokens, plain_data, strings
-from .token_files import Loaded, load, read_folder, understood
-from .token_stream import TextStream, clean_up, detokenizer, flat, is_byte_level, token_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import BadInput, MlxTformerError
+from ..errors import BadInput, MlxTformerError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

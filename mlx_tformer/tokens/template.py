@@ -1,6 +1,6 @@
 """Chat templates: the Jinja programs by which a model's makers turn a conversation into a prompt.
 
-They come with a checkpoint, so from strangers, and run in `template_sandbox`, within the limits of `template_guard`.
+They come with a checkpoint, so from strangers, and run in `sandbox`, within the limits of `guard`.
 """
 
 import warnings
@@ -9,8 +9,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from .errors import BadInput, UsageError
-from .template_guard import Budget, Refusal, TemplateLimit
+from ..errors import BadInput, UsageError
+from .guard import Budget, Refusal, TemplateLimit
 
 LONGEST = 64_000
 """Characters of a template's source. The longest in use have a third of that."""
@@ -41,7 +41,7 @@ class ChatTemplate:
         """
         from jinja2 import Template
 
-        from .template_sandbox import Sandbox
+        from .sandbox import Sandbox
 
         try:
             budget = Budget(variables.values())
@@ -52,7 +52,7 @@ class ChatTemplate:
             raise self._explained(error) from None
 
     def _compile(self) -> CodeType:
-        from .template_sandbox import Sandbox, guarded
+        from .sandbox import Sandbox, guarded
 
         environment = Sandbox(Budget(()))
         try:

@@ -29,7 +29,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from .template_guard import NODE, Budget, Each, Refusal, TemplateLimit
+from .guard import NODE, Budget, Each, Refusal, TemplateLimit
 
 NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters whose cost has no simple bound; they are for HTML pages, and no chat template needs them."""
