@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from registry import package_file
 
 import mlx_tformer as mt
-
-from registry import package_file
 
 # The same examples every time, and no deadline: tests never assert times, and machines are busy.
 settings.register_profile("repository", deadline=None, derandomize=True, max_examples=60)

