@@ -1,4 +1,5 @@
-"""README is true: its commands are the two that CI runs, its Python runs, and the files that it sends readers to exist."""
+"""README is true: its commands are the two that CI runs, its Python runs, and the files that it sends readers to
+exist."""
 
 import re
 from pathlib import Path
