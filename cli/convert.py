@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +12,7 @@ from .terminal import Writer, note
 
 if TYPE_CHECKING:
     from mlx_tformer import Conversion
-    from mlx_tformer.checkpoint.convert import Progress
+    from mlx_tformer.checkpoint.output import Progress
 
 
 @click.command("convert", short_help="Make a folder that loads fast, from a checkpoint of any kind.")
@@ -21,24 +21,13 @@ if TYPE_CHECKING:
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub.")
 @click.option("--dtype", metavar="TYPE", help="Store float32, float16 or bfloat16 instead of the source's type.")
 @click.option("--quantize", type=int, metavar="BITS", help="Pack matrices into 2, 3, 4, 5, 6 or 8 bits a weight.")
-@click.option(
-    "--group-size",
-    type=int,
-    default=64,
-    show_default=True,
-    metavar="N",
-    help="Weights that share a scale: 32, 64 or 128.",
-)
+@click.option("--group-size", type=int, metavar="N", help="Weights that share a scale: 32, 64 (usual) or 128.")
+@click.option("--mode", metavar="MODE", help="Pack as affine (usual), mxfp4, mxfp8 or nvfp4, see above.")
+@click.option("--recipe", metavar="NAME", help="More bits where they matter: mixed-3-6, mixed-4-6 or mixed-4-8.")
+@click.option("--keep", default="", metavar="PATTERNS", help="Modules that are not quantized, such as head,layers.0.")
 @click.option("--allow-nonfinite", is_flag=True, help="Convert weights that are NaN or infinite as they are.")
-def command(
-    source: str,
-    dest: str | None,
-    revision: str | None,
-    dtype: str | None,
-    quantize: int | None,
-    group_size: int,
-    allow_nonfinite: bool,
-) -> None:
+@click.option("--verify", is_flag=True, help="Compare the logits of DEST with those of SOURCE.")
+def command(source: str, dest: str | None, verify: bool, **settings: Any) -> None:
     """Convert SOURCE into the folder DEST (by default weights/NAME, here).
 
     SOURCE is a folder, a .gguf file, or a name on the Hugging Face hub. DEST must be new or empty; it appears when it
@@ -49,39 +38,50 @@ def command(
       mlx-tformer convert HuggingFaceTB/SmolLM2-135M-Instruct
       mlx-tformer convert model.gguf weights/mine --dtype float16
       mlx-tformer convert ./checkpoint --quantize 4 --group-size 32
+      mlx-tformer convert ./checkpoint --quantize 4 --keep "lm_head,layers.0" --verify
+      mlx-tformer convert ./checkpoint --recipe mixed-4-6
       mlx-tformer generate --model SmolLM2-135M-Instruct "Hello"
 
+    A recipe mixed-4-6 packs most matrices into 4 bits a weight, and into 6 the down projections and what makes the
+    logits: the head, or the embedding where that serves as one; mixed-3-6 and mixed-4-8 likewise.
+
+    --mode affine has scales and offsets that are floats. The others have small floats instead of whole numbers, with a
+    scale of 8 bits: mxfp4 (4 bits in groups of 32), mxfp8 (8 in groups of 32) and nvfp4 (4 in groups of 16; groups
+    of values below 0.006 become zero, and nothing above 2688 fits).
+
+    --keep takes patterns with commas between: globs over paths, ours or the checkpoint's (*.layers.1?.mlp.*), or words
+    of them (head, embed, layers.0). Routers, gates of shared experts, norms and positions are never quantized. Every
+    matrix that is not is listed.
+
     DEST is printed on standard output, a summary on standard error. DEST/conversion.json says for each tensor what it
-    came from and the largest error.
+    came from and the largest error. With --verify, logits that differ by more than `mlx-tformer verify` allows end
+    the program with exit code 3; DEST stays.
     """
     from mlx_tformer import convert
 
     with progress_bar() as progress:
-        made = convert(
-            source,
-            dest,
-            dtype=dtype,
-            quantize=quantize,
-            group_size=group_size,
-            revision=revision,
-            allow_nonfinite=allow_nonfinite,
-            progress=progress,
-        )
+        made = convert(source, dest, progress=progress, **settings)
     for line in summary(made):
         note(line)
+    if verify:
+        from .verify import verified
+
+        verified(source, made.path, revision=settings["revision"])
     with Writer() as out:
         out.write(str(made.path))
 
 
 def summary(made: "Conversion") -> list[str]:
     """What a conversion did, line by line."""
+    from mlx_tformer.checkpoint.language_part import REASON
     from mlx_tformer.memory import human
 
     size = f"{human(made.nbytes)}, {made.bits_per_weight:.2f} bits per weight"
     lines = [f"{len(made.tensors)} tensors, {made.parameters:,} weights, {size}"]
     lines.append(f"largest error of a value: {made.largest_error:.3g}")
     lines += [f"not quantized: {entry}" for entry in grouped(made.unquantized)]
-    lines += [f"left out: {entry}" for entry in grouped(f"{name}: {why}" for name, why in made.dropped.items())]
+    dropped = {name: why for name, why in made.dropped.items() if why != REASON}  # those are in a note, as one
+    lines += [f"left out: {entry}" for entry in grouped(f"{name}: {why}" for name, why in dropped.items())]
     return lines + made.notes
 
 
@@ -101,7 +101,7 @@ def grouped(entries: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def progress_bar() -> "Iterator[Progress | None]":
+def progress_bar(doing: str = "converting") -> "Iterator[Progress | None]":
     """A progress bar of bytes on standard error if that is a terminal; it appears with the first bytes.
 
     Before them a download may have bars of its own.
@@ -112,10 +112,10 @@ def progress_bar() -> "Iterator[Progress | None]":
     from rich import progress
     from rich.console import Console
 
-    columns = (progress.TextColumn("converting"), progress.BarColumn(), progress.DownloadColumn())
+    columns = (progress.TextColumn(doing), progress.BarColumn(), progress.DownloadColumn())
     rates = (progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
     bar = progress.Progress(*columns, *rates, console=Console(stderr=True), transient=True)
-    task = bar.add_task("converting")
+    task = bar.add_task(doing)
 
     def show(done: int, total: int) -> None:
         bar.start()

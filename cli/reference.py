@@ -1,4 +1,4 @@
-"""The command reference in README, made of the commands' own help.
+"""What README says of the program that the program knows better: its commands' own help, and the table of families.
 
 `python -m mlx_tformer_cli.reference README.md` brings it up to date.
 """
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
+from . import families
 from .main import program
-
-BEGIN, END = "<!-- commands: begin -->", "<!-- commands: end -->"
 
 WIDTH = 100
 
@@ -26,16 +25,21 @@ def reference() -> str:
 
 
 def updated(page: str) -> str:
-    """A page with the reference between the two marks; raises ValueError for a page without them.
+    """A page with the reference and the table of families, each between its two marks; raises ValueError for a page
+    without these.
 
-    >>> updated(f"a {BEGIN} b {END} c").startswith(f"a {BEGIN}\\n\\n### `mlx-tformer`")
+    >>> page = "a <!-- commands: begin --> b <!-- commands: end --> c <!-- families: begin --><!-- families: end -->"
+    >>> updated(page).startswith("a <!-- commands: begin -->\\n\\n### `mlx-tformer`")
     True
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}"
+    for name, made in {"commands": reference(), "families": families.table()}.items():
+        begin, end = (f"<!-- {name}: {side} -->" for side in ("begin", "end"))
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"expected {begin} and {end}")
+        page = f"{before}{begin}\n\n{made}\n\n{end}{after}"
+    return page
 
 
 if __name__ == "__main__":

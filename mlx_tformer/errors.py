@@ -35,6 +35,12 @@ class BadInput(MlxTformerError, ValueError):
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in ": ".join([*where, problem])))
 
 
+class Mismatch(MlxTformerError):
+    """Two checkpoints that should compute the same do not."""
+
+    exit_code = 3
+
+
 class InputOutputError(MlxTformerError, OSError):
     """The disk, the network or the hub did not do what was asked."""
 

@@ -20,12 +20,13 @@ from mlx.utils import tree_flatten
 
 from .errors import MlxTformerError, UsageError
 from .nn import Stateful
+from .nn.moe import QuantizedExpertLinear
 
 CGROUPS, MEMBERSHIP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 # What the two generations of control groups call the limit, the usage, and the cached files that give way.
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
-QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedExpertLinear)
 
 
 class MemoryRefusal(MlxTformerError, MemoryError):
@@ -98,9 +99,10 @@ def parameter_count(model: nn.Module) -> int:
     return stored + sum(_unpacked(m) for m in model.modules() if isinstance(m, QUANTIZED))
 
 
-def _unpacked(module: nn.QuantizedLinear | nn.QuantizedEmbedding) -> int:
+def _unpacked(module: nn.QuantizedLinear | nn.QuantizedEmbedding | QuantizedExpertLinear) -> int:
     """How many more numbers a quantized matrix stands for than its arrays hold; its scales and offsets do not count."""
-    packed = module.weight.size + module.scales.size + (0 if module.biases is None else module.biases.size)
+    biases = module.get("biases")
+    packed = module.weight.size + module.scales.size + (0 if biases is None else biases.size)
     return module.weight.size * 32 // module.bits - packed
 
 

@@ -22,11 +22,15 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Rows:
-    """Part number `part` of a matrix that joins several along its rows, whose sizes are to each other as `of`."""
+    """Part number `part` of a matrix that joins several along its rows, whose sizes are to each other as `of`.
+
+    Rows lie along `axis`, which is 1 where the experts of a layer are stacked.
+    """
 
     to: str
     part: int
     of: tuple[int, ...]
+    axis: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class Change(ABC):
     @abstractmethod
     def undo(self, x: mx.array) -> mx.array:
         """From our order to the checkpoint's."""
+
+    def keeps_rows(self, axes: int) -> bool:
+        """True if the last axis of a tensor with so many axes stays as it is, so that packed rows may be moved."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,9 @@ class Alternating(Change):
         pairs = mx.unflatten(x, self.axis, (-1, self.parts))
         return pairs.swapaxes(self.axis, self.axis + 1).flatten(self.axis, self.axis + 1)
 
+    def keeps_rows(self, axes: int) -> bool:
+        return self.axis < axes - 1
+
     def undo(self, x: mx.array) -> mx.array:
         parts = mx.unflatten(x, self.axis, (self.parts, -1))
         return parts.swapaxes(self.axis, self.axis + 1).flatten(self.axis, self.axis + 1)
@@ -95,6 +106,9 @@ class ByGroup(Change):
         units = mx.unflatten(x, 0, (self.groups, sum(self.sizes), -1))  # (G, units, D, ...)
         parts = mx.split(units, list(accumulate(self.sizes[:-1])), axis=1)
         return mx.concatenate([part.flatten(0, 2) for part in parts], axis=0)
+
+    def keeps_rows(self, axes: int) -> bool:
+        return axes > 1
 
     def undo(self, x: mx.array) -> mx.array:
         ends = [self.groups * end for end in accumulate(self.sizes)]
@@ -149,7 +163,7 @@ def joined(to: str, parts: dict[str, int]) -> Names:
     """`Rows` for each checkpoint name in `parts`, with the share of rows that it has.
 
     >>> joined("attn.qkv", {"q_proj": 4, "k_proj": 1, "v_proj": 1})["k_proj"]
-    Rows(to='attn.qkv', part=1, of=(4, 1, 1))
+    Rows(to='attn.qkv', part=1, of=(4, 1, 1), axis=0)
     """
     return {name: Rows(to, part, tuple(parts.values())) for part, name in enumerate(parts)}
 
@@ -159,15 +173,27 @@ def either(prefix: str, names: Names) -> Names:
     return {f"{prefix}{name}": rule for name, rule in names.items()} | names
 
 
+def first(own: Names, others: Names) -> Names:
+    """A table with rows of its own before those of another: a tensor that several rows are for is called what the first
+    says when a checkpoint is written and nothing tells what it was called.
+
+    >>> list(first({"up": "mlp.up"}, {"embed": "tokens", "c_fc": "mlp.up"}))
+    ['up', 'embed', 'c_fc']
+    """
+    return own | {name: rule for name, rule in others.items() if name not in own}
+
+
 @dataclass(frozen=True)
 class Piece:
-    """One source tensor's place within a target tensor: part `part` of `of`, of one expert or of the whole."""
+    """One source tensor's place within a target tensor: part `part` of `of` along `axis`, of one expert or of the
+    whole."""
 
     source: str
     part: int = 0
     of: tuple[int, ...] = (1,)
     expert: int | None = None
     changes: tuple[Change, ...] = ()
+    axis: int = 0
 
 
 @dataclass
@@ -188,7 +214,7 @@ def assign(tensors: Iterable[str], names: Names) -> Assignment:
     """Apply a table to the names of a checkpoint's tensors.
 
     >>> assign(["h.3.ln.weight"], {"h.{}.ln": "layers.{}.norm"}).pieces
-    {'layers.3.norm.weight': [Piece(source='h.3.ln.weight', part=0, of=(1,), expert=None, changes=())]}
+    {'layers.3.norm.weight': [Piece(source='h.3.ln.weight', part=0, of=(1,), expert=None, changes=(), axis=0)]}
     """
     result = Assignment()
     for name in tensors:
@@ -202,8 +228,8 @@ def assign(tensors: Iterable[str], names: Names) -> Assignment:
                 result.dropped[name] = reason
             case Same(to):
                 result.copies[name] = to.format(*numbers) + leaf
-            case Rows(to, part, of):
-                result.pieces.setdefault(to.format(*numbers) + leaf, []).append(Piece(name, part, of))
+            case Rows(to, part, of, axis):
+                result.pieces.setdefault(to.format(*numbers) + leaf, []).append(Piece(name, part, of, axis=axis))
             case Expert(to, part, of):
                 *numbers, expert = numbers
                 place = result.pieces.setdefault(to.format(*numbers) + leaf, [])

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from helpers import GOLDEN, config_of
+from mlx.utils import tree_flatten
 
+import mlx_tformer as mt
 from mlx_tformer.checkpoint.plan import packed_names
 from mlx_tformer.checkpoint.safetensors_file import SafetensorsFile, SafetensorsWriter
 from mlx_tformer.checkpoint.source import Quantization, Source, Tensor
 from mlx_tformer.errors import MlxTformerError
 
 Weights = dict[str, mx.array]
+IDS = mx.array([[5, 11, 2, 7, 40, 3]])
 
 
 def file_bytes(header: Mapping[str, Any] | bytes, data: bytes = b"") -> bytes:
@@ -88,6 +92,29 @@ def make_folder(
 def write_index(folder: Path, weight_map: Any) -> None:
     """The index of a checkpoint in several files."""
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def parameters(model: nn.Module) -> Weights:
+    """All weights of a model, by path."""
+    flat: Any = tree_flatten(model.parameters())
+    return dict(flat)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """The `conversion.json` of a conversion."""
+    return json.loads((folder / "conversion.json").read_text())
+
+
+def ours(folder: Path) -> dict[str, Any]:
+    """What the config of a conversion has from us."""
+    return json.loads((folder / "config.json").read_text())["mlx_tformer"]
+
+
+def logits(where: Path, **settings: Any) -> mx.array:
+    """What a loaded model makes of `IDS`, computed now, since the files may change afterwards."""
+    found = mt.load(where, **settings)(IDS)
+    mx.eval(found)
+    return found
 
 
 def copy_case(case: str, folder: Path) -> Path:

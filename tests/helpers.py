@@ -14,7 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import mlx_tformer as mt
-from mlx_tformer.nn import LM, watch
+from mlx_tformer.nn import LM, Attention, LatentAttention, watch
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
@@ -57,6 +57,16 @@ def golden(case: str) -> LM:
 def config_of(case: str) -> dict[str, Any]:
     """The config of a golden case, to be changed at will."""
     return json.loads((GOLDEN / case / "config.json").read_text())
+
+
+def attentions(model: LM) -> list[Attention | LatentAttention]:
+    """The attention of each layer."""
+    return [layer.attn.op for layer in model.decoder.layers]
+
+
+def ids_of(case: str) -> mx.array:
+    """The text of a golden case, (1, 24)."""
+    return mx.array(expected(case)["input_ids"])
 
 
 @cache

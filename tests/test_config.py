@@ -229,7 +229,7 @@ WRONG_ROPES = [
     ({"rope_theta": "1e4"}, "rope_theta: found '1e4'"),
     ({"partial_rotary_factor": 0}, "partial_rotary_factor: found 0"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: found 1.5, expected a number above 0, at most 1"),
-    ({"partial_rotary_factor": 0.2}, "found 3 rotary features, expected an even number"),
+    ({"partial_rotary_factor": 0.01}, "found 0 rotary features, expected an even number"),
 ]
 
 

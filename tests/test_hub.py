@@ -117,14 +117,25 @@ def test_config_only_leaves_the_weights_and_knows_their_sizes(hub: Hub) -> None:
     assert hub.fetched() == sorted([*SMALL, INDEX])
     assert fetch(NAME).weights == snapshot.weights
     assert hub.fetched() == sorted(SMALL | SHARDED)
-    hub.add("owner/pickle", SMALL | {"pytorch_model.bin": b""})
-    assert fetch("owner/pickle", config_only=True).weights == {}
 
 
-PICKLES = {"pytorch_model.bin": b"", "original/x.pth": b""}
+PICKLES = {f"pytorch_model-0000{part}-of-00002.bin": b"x" * part for part in (1, 2)}
+PICKLE_INDEX = {"pytorch_model.bin.index.json": json.dumps({"weight_map": dict(enumerate(PICKLES))}).encode()}
 
 
-@pytest.mark.parametrize("files", [SMALL | PICKLES, {"tf_model.h5": b""}, {}], ids=["torch", "tensorflow", "none"])
+@pytest.mark.parametrize("files", [{"pytorch_model.bin": b"xyz"}, PICKLES | PICKLE_INDEX], ids=["one", "shards"])
+def test_pickles_are_fetched_where_there_is_nothing_else(hub: Hub, files: dict[str, bytes]) -> None:
+    hub.add(NAME, SMALL | files | {"training_args.bin": b"", "README.md": b""})
+    assert fetch(NAME).weights == {name: len(data) for name, data in files.items() if name.endswith(".bin")}
+    assert hub.fetched() == sorted(SMALL | files)
+    hub.add("owner/both", SMALL | WEIGHTS | files)
+    assert set(fetch("owner/both").weights) == set(WEIGHTS)
+
+
+UNREADABLE = {"flax_model.msgpack": b"", "original/x.pth": b""}
+
+
+@pytest.mark.parametrize("files", [SMALL | UNREADABLE, {"tf_model.h5": b""}, {}], ids=["flax", "tensorflow", "none"])
 def test_without_weights_that_can_be_read_nothing_is_fetched(hub: Hub, files: dict[str, bytes]) -> None:
     hub.add(NAME, files | {"README.md": b""})
     refusal(BadInput, NAME, "model.safetensors", ".gguf", *(files.keys() - SMALL or ["none"]))

@@ -5,9 +5,7 @@ The folder is written beside its destination and renamed when it is complete and
 at all.
 """
 
-import json
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,17 @@ import mlx.core as mx
 
 from ..errors import BadInput, UsageError
 from .atomic import check_target, new_folder
-from .folder import INDEX, LAYOUT, SINGLE, read_json
+from .folder import LAYOUT, read_json
 from .load import FLOATS, as_float, check_copies, stored_dtype
+from .mixed import LARGEST, Packing, choose, packed, packing
 from .open import open_source
-from .plan import PACKABLE, Plan, dtype_name, pack, plan, shapes
-from .safetensors_file import CODES, SafetensorsWriter
-from .source import BITS, GROUPS, Quantization, Source, Tensor
+from .output import Progress, write_json, write_weights
+from .plan import Plan, dtype_name, pack, packed_dtype, packed_names, plan, shapes
+from .safetensors_file import CODES
+from .source import Quantization, Source, Tensor
 
 SHARD = 5_000_000_000
 """Bytes of weights in one file at most, unless a single module has more."""
-
-Progress = Callable[[int, int], None]
-"""Told the bytes written so far and in all."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,8 @@ class Settings:
     """What a conversion is asked to do."""
 
     dtype: mx.Dtype
-    bits: int | None = None
-    group_size: int = 64
+    packing: Packing | None = None
     allow_nonfinite: bool = False
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """How modules are to be packed, or None."""
-        return None if self.bits is None else {"bits": self.bits, "group_size": self.group_size, "mode": "affine"}
 
 
 @dataclass
@@ -54,7 +45,7 @@ class Conversion:
     """Each tensor of ours: what it came from, its shape and dtype, and the largest error if values changed."""
     dropped: dict[str, str] = field(default_factory=dict)
     unquantized: list[str] = field(default_factory=list)
-    """Modules that were asked to be quantized and could not be, with the reason."""
+    """What was not quantized although that was asked for, with the reason."""
     parameters: int = 0
     nbytes: int = 0
     notes: list[str] = field(default_factory=list)
@@ -76,7 +67,10 @@ def convert(
     *,
     dtype: str | None = None,
     quantize: int | None = None,
-    group_size: int = 64,
+    group_size: int | None = None,
+    mode: str | None = None,
+    recipe: str | None = None,
+    keep: str | Iterable[str] = (),
     revision: str | None = None,
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
@@ -85,17 +79,23 @@ def convert(
 
     dest: a folder that does not exist or is empty; `weights/NAME` by default. dtype: "float32", "float16" or
     "bfloat16" (None: as stored). quantize: bits of a weight (2, 3, 4, 5, 6 or 8), for every matrix whose rows are
-    whole groups of `group_size` (32, 64 or 128). What the source has quantized already keeps its values.
+    whole groups of `group_size` (32, 64 or 128; None: 64). mode: "affine", or "mxfp4", "mxfp8" and "nvfp4", which
+    have bits and groups of their own (`MODES`). recipe: instead of bits, a name in `RECIPES`, such as "mixed-4-6".
+    keep: modules that stay as they are, as globs over our paths and the checkpoint's, or as words of them, such as
+    "head" or "layers.0"; separated by commas or one by one. Routers, gates of shared experts, norms and positions are
+    never quantized. What the source has quantized already keeps its values.
 
     Raises UsageError for settings that cannot be, BadInput for a source that is broken, not understood or not
     finite, and InputOutputError for a destination that cannot be written; in every case nothing is left behind.
     """
-    _check_settings(dtype, quantize, group_size)
+    if dtype is not None and dtype not in FLOATS:
+        raise UsageError(f"dtype: found {dtype!r}, expected one of {', '.join(FLOATS)}")
+    asked = packing(quantize, group_size, mode, recipe, keep)
     target = default_dest(where) if dest is None else Path(dest)
     check_target(target, Path(where) if Path(where).exists() else None)  # before anything is fetched
     source = open_source(where, revision=revision)
     kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
-    settings = Settings(kind, quantize, group_size, allow_nonfinite)
+    settings = Settings(kind, asked, allow_nonfinite)
     made = plan(source)
     check_copies(made, source)
     todo = _Work(made, source, settings)
@@ -117,25 +117,19 @@ def source_path(source: Source) -> Path | None:
     return path.parent if path.exists() else None
 
 
-def _check_settings(dtype: str | None, quantize: int | None, group_size: int) -> None:
-    if dtype is not None and dtype not in FLOATS:
-        raise UsageError(f"dtype: found {dtype!r}, expected one of {', '.join(FLOATS)}")
-    if quantize is not None and quantize not in BITS:
-        raise UsageError(f"quantize: found {quantize}, expected one of {', '.join(map(str, BITS))} bits")
-    if group_size not in GROUPS:
-        raise UsageError(f"group_size: found {group_size}, expected one of {', '.join(map(str, GROUPS))}")
-
-
 class _Work:
     """One conversion: what is to be written, worked out beforehand, and the writing."""
 
     def __init__(self, made: Plan, source: Source, settings: Settings):
         self.made, self.source, self.settings = made, source, settings
-        self.result = Conversion(Path(), dropped=dict(made.assignment.dropped), notes=list(source.notes))
+        self.result = Conversion(Path(), dropped=dict(made.assignment.dropped), notes=[*source.notes, *made.notes])
         self.result.dropped |= {name: f"a copy of {to}" for name, to in made.assignment.copies.items()}
         self.parameters = {name: _logical(shape, name, made) for name, shape in shapes(made.model).items()}
-        self.quantized = self._choose()
-        pack(made.model, {name: settings.quantization or {} for name in self.quantized})
+        self.ways: dict[str, Quantization] = {}
+        if settings.packing is not None:
+            choice = choose(made, settings.packing)
+            self.ways, self.result.unquantized = choice.ways, choice.left
+        pack(made.model, self.ways)
         self.tensors = {name: Tensor(shape, self._dtype(name)) for name, shape in shapes(made.model).items()}
         self.result.parameters = sum(self.parameters.values())
         self.result.nbytes = self.nbytes
@@ -145,73 +139,26 @@ class _Work:
         """Bytes of the weights to be written."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def _choose(self) -> list[str]:
-        """The modules to quantize; those that cannot be are put into the result with the reason."""
-        if self.settings.bits is None:
-            return []
-        chosen = []
-        for path, module in self.made.model.named_modules():
-            if not isinstance(module, PACKABLE):
-                continue
-            width = module.weight.shape[-1]
-            if width % self.settings.group_size:
-                problem = f"rows of {width} are not whole groups of {self.settings.group_size}"
-                self.result.unquantized.append(f"{path}: {problem}")
-            else:
-                chosen.append(path)
-        return chosen
-
     def _dtype(self, name: str) -> mx.Dtype:
         """What a tensor of ours is stored as."""
-        module, _, leaf = name.rpartition(".")
-        packed = module in self.made.quantization or module in self.quantized
-        if leaf == "weight" and packed:
-            return mx.uint32
-        return self.settings.dtype
+        kind = packed_dtype(name, {**self.made.quantization, **self.ways})
+        return self.settings.dtype if kind is None else kind
 
     def write(self, folder: Path, progress: Progress | None) -> None:
         """Put the whole layout into an empty folder."""
-        done, shards = 0, self._shards()
-        for file, names in shards.items():
-            with _writing(folder / file, {name: self.tensors[name] for name in names}) as writer:
-                for name, rows in self._values(names):
-                    writer.write(name, rows)
-                    done += rows.nbytes
-                    if progress is not None:
-                        progress(done, self.nbytes)
-                    mx.clear_cache()
-        if len(shards) > 1:
-            _write_index(folder, shards, self.nbytes)
+        write_weights(folder, self.tensors, self._values(), largest=SHARD, progress=progress)
         for file, content in self.source.companions().items():
             (folder / file).write_bytes(content)
-        _write_json(folder / "config.json", self._config())
-        _write_json(folder / "conversion.json", self._record())
+        write_json(folder / "config.json", self._config())
+        write_json(folder / "conversion.json", self._record())
 
-    def _shards(self) -> dict[str, list[str]]:
-        """The tensors of each file, in the order in which they are written; the parts of a module stay together."""
-        modules: dict[str, list[str]] = {}
-        for name in self.tensors:
-            modules.setdefault(name.rpartition(".")[0], []).append(name)
-        groups: list[list[str]] = [[]]
-        size = 0
-        for names in modules.values():
-            nbytes = sum(self.tensors[name].nbytes for name in names)
-            if groups[-1] and size + nbytes > SHARD:
-                groups.append([])
-                size = 0
-            groups[-1] += names
-            size += nbytes
-        if len(groups) == 1:
-            return {SINGLE: groups[0]}
-        return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
-
-    def _values(self, names: list[str]) -> Iterator[tuple[str, mx.array]]:
-        """The rows of these tensors in order, made when they are asked for and not kept."""
+    def _values(self) -> Iterator[tuple[str, mx.array]]:
+        """The rows of all tensors in order, made when they are asked for and not kept."""
         ready: dict[str, mx.array] = {}
-        for name in names:
+        for name in self.tensors:
             if name in ready:
                 yield name, ready.pop(name)
-            elif name.endswith(".weight") and name.removesuffix(".weight") in self.quantized:
+            elif name.endswith(".weight") and name.removesuffix(".weight") in self.ways:
                 ready |= yield from self._quantize(name)
             else:
                 yield from self._cast(name)
@@ -227,14 +174,16 @@ class _Work:
 
     def _quantize(self, name: str) -> Generator[tuple[str, mx.array], None, dict[str, mx.array]]:
         """The rows of a weight, packed; returns the scales and biases, which are few."""
-        made, module, how = _Made(rounded=True), name.removesuffix(".weight"), dict(self.settings.quantization or {})
-        rest: dict[str, list[mx.array]] = {f"{module}.scales": [], f"{module}.biases": []}
+        how = self.ways[name.removesuffix(".weight")]
+        made = _Made(rounded=True, mode=how["mode"])
+        rest: dict[str, list[mx.array]] = {leaf: [] for leaf in packed_names(name, how["mode"])[1:]}
         for raw in self.made.recipes[name].blocks(self.source):
             value = as_float(raw, self.settings.dtype)
-            weight, scales, biases = mx.quantize(value, **how)
-            made.add(raw, value, mx.dequantize(weight, scales, biases, **how))
-            mx.eval(weight, scales, biases)
-            for parts, part in zip(rest.values(), (scales, biases), strict=True):
+            weight, *others = packed(value, how)
+            scales, *biases = others
+            made.add(raw, value, mx.dequantize(weight, scales, biases[0] if biases else None, **how))
+            mx.eval(weight, others)
+            for parts, part in zip(rest.values(), others, strict=True):
                 parts.append(part)
             yield name, weight
         self._finish(name, made)
@@ -252,6 +201,9 @@ class _Work:
         if made.nonfinite_before:
             count = made.nonfinite_before
             problem = f"found {count} values that are NaN or infinite; --allow-nonfinite converts them as they are"
+        elif made.limit is not None:
+            most = f"{made.mode}, which ends at {made.limit:g}"
+            problem = f"{made.nonfinite} values do not fit {most}; choose another --mode"
         else:
             problem = f"{made.nonfinite} values do not fit {dtype_name(self.settings.dtype)}; choose another --dtype"
         sources = ", ".join(piece.source for piece in self.made.recipes[name].pieces)
@@ -267,15 +219,14 @@ class _Work:
         """The source's config, and under `mlx_tformer` what is ours."""
         source = {"source": self.source.origin, "revision": self.source.revision}
         earlier = self.source.config.get("mlx_tformer") or source
-        packed = {name: dict(how) for name, how in self.made.quantization.items()}
-        packed |= {name: dict(self.settings.quantization or {}) for name in self.quantized}
+        ways = {name: dict(how) for name, how in sorted({**self.made.quantization, **self.ways}.items())}
         ours = {"layout": LAYOUT, **{key: earlier.get(key) for key in source}}
-        ours |= {"dtype": dtype_name(self.settings.dtype), "quantization": dict(sorted(packed.items()))}
+        ours |= {"dtype": dtype_name(self.settings.dtype), "quantization": ways}
         return {**self.source.config, "mlx_tformer": ours}
 
     def _record(self) -> dict[str, Any]:
         """What `conversion.json` says; for a conversion of a conversion, where things came from in the first place."""
-        result, earlier = self.result, _earlier(self.source)
+        result, earlier = self.result, recorded(self.source)
         for name, entry in result.tensors.items():
             source = entry["from"][0]  # the only one, if there is an earlier record: the names were ours already
             before = earlier.tensors.get(source, entry)
@@ -299,15 +250,22 @@ class _Made:
     """What became of the values of a tensor, added up block by block."""
 
     rounded: bool = False
+    mode: str = "affine"
+    """How they are packed."""
     error: float = 0.0
     nonfinite_before: int = 0
     nonfinite: int = 0
+
+    @property
+    def limit(self) -> float | None:
+        """The largest value that the mode can hold, if it has one."""
+        return LARGEST.get(self.mode)
 
     def add(self, raw: mx.array, cast: mx.array, stored: mx.array) -> None:
         """Compare some rows: as they were, in the dtype that was asked for, and as they will be read back."""
         if not mx.issubdtype(raw.dtype, mx.floating):
             return
-        nonfinite = _nonfinite(cast)
+        nonfinite = _nonfinite(cast, self.limit)
         self.nonfinite += nonfinite
         self.nonfinite_before += _nonfinite(raw) if nonfinite else 0
         self.rounded = self.rounded or raw.dtype != cast.dtype
@@ -318,11 +276,12 @@ class _Made:
             self.error = max(self.error, largest)
 
 
-def _nonfinite(values: mx.array) -> int:
-    """How many values are NaN or infinite."""
-    finite = mx.isfinite(values).sum().item()
-    assert isinstance(finite, int)
-    return values.size - finite
+def _nonfinite(values: mx.array, limit: float | None = None) -> int:
+    """How many values are NaN or infinite, or beyond a limit."""
+    good = mx.isfinite(values) if limit is None else mx.abs(values) <= limit
+    count = good.sum().item()
+    assert isinstance(count, int)
+    return values.size - count
 
 
 def _logical(shape: tuple[int, ...], name: str, made: Plan) -> int:
@@ -337,7 +296,7 @@ def _logical(shape: tuple[int, ...], name: str, made: Plan) -> int:
     return count if how is None or leaf != "weight" else count * 32 // how["bits"]
 
 
-def _earlier(source: Source) -> Conversion:
+def recorded(source: Source) -> Conversion:
     """The record of the conversion that made the source, as far as it is one of ours; raises BadInput if it is none."""
     earlier = Conversion(Path())
     path = Path(source.config_file).with_name("conversion.json")
@@ -350,6 +309,9 @@ def _earlier(source: Source) -> Conversion:
     for name, entry in found["tensors"].items():
         if not _is_entry(entry):
             raise BadInput("found something else than the record of a tensor", file=path, field=f"tensors.{name}")
+    for name, reason in found["dropped"].items():
+        if not isinstance(reason, str):
+            raise BadInput(f"found {reason!r}, expected why it was dropped", file=path, field=f"dropped.{name}")
     earlier.tensors, earlier.dropped, earlier.unquantized = found["tensors"], found["dropped"], found["unquantized"]
     return earlier
 
@@ -360,24 +322,3 @@ def _is_entry(entry: Any) -> bool:
         return False
     sources = entry.get("from")
     return isinstance(sources, list) and all(isinstance(source, str) for source in sources)
-
-
-@contextmanager
-def _writing(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[SafetensorsWriter]:
-    writer = SafetensorsWriter(path, tensors)
-    try:
-        yield writer
-        writer.close()
-    finally:
-        writer.abandon()
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    # In ASCII, since a name may hold what is no UTF-8.
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="ascii")
-
-
-def _write_index(folder: Path, shards: Mapping[str, list[str]], nbytes: int) -> None:
-    """The index of a checkpoint in several files."""
-    where = {name: file for file, names in shards.items() for name in names}
-    _write_json(folder / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": where})

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from ..card import Card, card
-from ..config import Config
 from ..families import family
 from ..nn import LM
 from ..tokens import Tokenizer
 from .folder import Folder
+from .formats import understood
+from .language_part import language_config
 from .load import stored_dtype
 from .open import Place, find, open_place
 from .plan import build, pack, plan
@@ -43,7 +44,8 @@ def _opened(place: Place) -> Source:
     # The weights of a model on the hub stay there, even if some of its files came earlier.
     config_only = place.revision is not None or not any(place.path.glob("*.safetensors"))
     if place.path.is_dir() and config_only:
-        return Folder.open(place.path, origin=place.origin, revision=place.revision, config_only=True)
+        folder = Folder.open(place.path, origin=place.origin, revision=place.revision, config_only=True)
+        return understood(folder)
     return open_place(place)
 
 
@@ -51,7 +53,7 @@ def _built(source: Source) -> LM:
     """The module tree; held against the tensors if there are any."""
     if source.tensors:
         return plan(source).model
-    config = Config(source.config, source.config_file)
+    config = language_config(source)
     model = build(family(config.model_type), config)
     pack(model, source.quantization)
     return model

@@ -14,12 +14,17 @@ import mlx.core as mx
 
 from ..errors import BadInput
 from ..names import summary
+from .pickle_file import PickleFile
 from .safetensors_file import SafetensorsFile, check_regular
-from .source import BITS, GROUPS, Quantization, Source
+from .source import MODES, Quantization, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SAFETENSORS = (INDEX, SINGLE, "*.safetensors")
+PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model*.bin")
+"""Index, single file and pattern of each kind of weight files; training programs leave other .bin files around."""
 LAYOUT = 1
+WeightFile = SafetensorsFile | PickleFile
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -37,10 +42,10 @@ COMPANIONS = (
 
 @dataclass
 class Folder(Source):
-    """The safetensors files and the config of one folder."""
+    """The weight files and the config of one folder: safetensors, or PyTorch's where there are none of those."""
 
     path: Path = field(default_factory=Path)
-    files: dict[str, SafetensorsFile] = field(default_factory=dict)
+    files: dict[str, WeightFile] = field(default_factory=dict)
     """Which file each tensor lies in."""
 
     @classmethod
@@ -51,7 +56,7 @@ class Folder(Source):
         with `config_only` does not even look for them."""
         config = read_config(path)
         files, notes = ([], []) if config_only else _weight_files(path)
-        opened = [SafetensorsFile(file) for file in files]
+        opened = [_open(file) for file in files]
         placed = _placed(opened)
         if not config_only:
             _check_index(path, placed)
@@ -62,7 +67,7 @@ class Folder(Source):
             tensors={name: file.tensors[name] for name, file in placed.items()},
             generation_config=read_json(path / "generation_config.json", missing={}),
             revision=revision,
-            notes=notes,
+            notes=notes + [note for file in opened if isinstance(file, PickleFile) for note in file.notes],
             config_file=str(path / "config.json"),
             ours=ours is not None,
             path=path,
@@ -111,34 +116,46 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
     return value
 
 
+def _open(path: Path) -> WeightFile:
+    return PickleFile(path) if path.suffix == ".bin" else SafetensorsFile(path)
+
+
+def _kind(path: Path) -> tuple[str, str, str]:
+    """Which kind of weight files counts; PyTorch's only where there are no others."""
+    index, _, pattern = SAFETENSORS
+    others = (path / index).exists() or any(path.glob(pattern))
+    return PICKLES if not others and ((path / PICKLES[0]).exists() or any(path.glob(PICKLES[2]))) else SAFETENSORS
+
+
 def _weight_files(path: Path) -> tuple[list[Path], list[str]]:
     """The files that hold the weights, and a note on those that do not count."""
-    present = sorted(file.name for file in path.glob("*.safetensors"))
-    if (path / INDEX).exists():
-        named = sorted(set(_weight_map(path).values()))
-    elif SINGLE in present or len(present) == 1:
-        named = [SINGLE] if SINGLE in present else present
+    index, single, pattern = _kind(path)
+    present = sorted(file.name for file in path.glob(pattern))
+    if (path / index).exists():
+        named = sorted(set(_weight_map(path / index).values()))
+    elif single in present or len(present) == 1:
+        named = [single] if single in present else present
     elif present:
-        raise BadInput(f"{len(present)} safetensors files and no {INDEX} that says which count", file=path)
+        suffix = pattern.rpartition(".")[2]
+        raise BadInput(f"{len(present)} {suffix} files and no {index} that says which count", file=path)
     else:
-        raise BadInput(f"no weights: expected {SINGLE} or {INDEX}", file=path)
+        raise BadInput(f"no weights: expected {SINGLE} or {INDEX}, or else {PICKLES[1]} or {PICKLES[0]}", file=path)
     missing = [name for name in named if not (path / name).exists()]
     if missing:
-        raise BadInput(f"named by {INDEX} but not there: {', '.join(missing)}", file=path)
+        raise BadInput(f"named by {index} but not there: {', '.join(missing)}", file=path)
     stray = [name for name in present if name not in named]
     return [_inside(path, name) for name in named], [f"ignored {name}, which no index names" for name in stray]
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> dict[str, str]:
     """Which file the index says that each tensor lies in; the names must be bare."""
-    index = read_json(path / INDEX)
-    found = index.get("weight_map")
+    found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise BadInput("missing or empty, expected tensor names and files", file=path / INDEX, field="weight_map")
+        raise BadInput("missing or empty, expected tensor names and files", file=index, field="weight_map")
     for tensor, name in found.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             problem = f"found {name!r}, expected the bare name of a file in this folder"
-            raise BadInput(problem, file=path / INDEX, field=tensor)
+            raise BadInput(problem, file=index, field=tensor)
     return found
 
 
@@ -152,9 +169,9 @@ def _inside(path: Path, name: str) -> Path:
     return file
 
 
-def _placed(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+def _placed(files: list[WeightFile]) -> dict[str, WeightFile]:
     """The file of each tensor; raises BadInput for tensors that lie in two, which need not be equal."""
-    placed: dict[str, SafetensorsFile] = {}
+    placed: dict[str, WeightFile] = {}
     for file in files:
         twice = sorted(file.tensors.keys() & placed.keys())
         if twice:
@@ -163,13 +180,14 @@ def _placed(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     return placed
 
 
-def _check_index(path: Path, placed: dict[str, SafetensorsFile]) -> None:
+def _check_index(path: Path, placed: dict[str, WeightFile]) -> None:
     """Every tensor that the index names must lie in the file that it names."""
-    if not (path / INDEX).exists():
+    index = path / _kind(path)[0]
+    if not index.exists():
         return
-    wrong = [t for t, name in _weight_map(path).items() if t not in placed or placed[t].path.name != name]
+    wrong = [t for t, name in _weight_map(index).items() if t not in placed or placed[t].path.name != name]
     if wrong:
-        raise BadInput(f"tensors that are not in the file named for them: {summary(wrong)}", file=path / INDEX)
+        raise BadInput(f"tensors that are not in the file named for them: {summary(wrong)}", file=index)
 
 
 def _our_quantization(file: str, ours: Any) -> dict[str, Quantization]:
@@ -181,13 +199,17 @@ def _our_quantization(file: str, ours: Any) -> dict[str, Quantization]:
     if not isinstance(modules, dict):
         raise BadInput(f"found {modules!r}, expected an object", file=file, field="mlx_tformer.quantization")
     for name, how in modules.items():
-        if not _can_be(how):
-            expected = f"bits of {BITS}, group_size of {GROUPS} and mode affine"
-            raise BadInput(f"found {how!r}, expected {expected}", file=file, field=f"mlx_tformer.quantization.{name}")
+        problem = wrong_packing(how)
+        if problem is not None:
+            raise BadInput(problem, file=file, field=f"mlx_tformer.quantization.{name}")
     return modules
 
 
-def _can_be(how: Any) -> bool:
-    """True if MLX can unpack what is packed like that."""
-    ways = [{"bits": bits, "group_size": size, "mode": "affine"} for bits in BITS for size in GROUPS]
-    return how in ways
+def wrong_packing(how: Any) -> str | None:
+    """What is wrong with a description of how a module is packed, or None if MLX can unpack it."""
+    mode = how.get("mode") if isinstance(how, dict) else None
+    if not isinstance(mode, str) or mode not in MODES:
+        return f"found {how!r}, expected bits, group_size and a mode of {', '.join(MODES)}"
+    bits, sizes = MODES[mode]
+    ways = [{"bits": number, "group_size": size, "mode": mode} for number in bits for size in sizes]
+    return None if how in ways else f"found {how!r}, expected bits of {bits} and group_size of {sizes} for {mode}"

@@ -25,6 +25,8 @@ from ..errors import BadInput, InputOutputError
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+PICKLE = "pytorch_model.bin"
 # What a tokenizer, a chat template and a folder of our own consist of, beside the weights.
 SMALL = (
     *(CONFIG, "generation_config.json", "conversion.json"),
@@ -87,8 +89,9 @@ def fetch(repo: str, *, revision: str | None = None, config_only: bool = False, 
     """Brings the files that a model needs into the hub's cache and says where they are.
 
     These are config, tokenizer and chat template, and the weights: the shards that `model.safetensors.index.json`
-    names, else `model.safetensors`, else the only other .safetensors file, else the only .gguf file or the one that
-    was chosen. Large files are held against the hub's sha256 when they arrive.
+    names, else `model.safetensors`, else the only other .safetensors file, else `pytorch_model.bin` or the shards of
+    its index, else the only .gguf file or the one that was chosen. Large files are held against the hub's sha256
+    when they arrive.
 
     repo: `NAME`, `OWNER/NAME`, `OWNER/NAME:FILE` or `OWNER/NAME/FILE.gguf`, see the top of this module.
     revision: a branch, tag or commit; the default branch if None.
@@ -102,7 +105,7 @@ def fetch(repo: str, *, revision: str | None = None, config_only: bool = False, 
         raise BadInput(f"{repo!r} cannot be a hub repository, expected NAME, OWNER/NAME or OWNER/NAME:FILE.gguf")
     name, asked = _split(repo)
     source = _look_up(name, revision, bars=progress)
-    weights = [] if asked is not None else _safetensors(source)
+    weights = [] if asked is not None else _safetensors(source) or _pickles(source)
     if weights or (config_only and asked is None and CONFIG in source.files):
         path, small = source.folder, _small(source)
     else:
@@ -161,7 +164,7 @@ def _small(repo: _Repo) -> list[str]:
 def _safetensors(repo: _Repo) -> list[str]:
     """The names of the model's safetensors files, none if it has no such weights."""
     if INDEX in repo.files:
-        return _shards(repo)
+        return _shards(repo, INDEX)
     if SINGLE in repo.files:
         return [SINGLE]
     loose = [name for name in repo.files if name.endswith(".safetensors") and "/" not in name]
@@ -171,16 +174,23 @@ def _safetensors(repo: _Repo) -> list[str]:
     return loose
 
 
-def _shards(repo: _Repo) -> list[str]:
-    """The files that the index names: bare names of files that the repository holds, or it is refused."""
-    where = f"{repo.name}/{INDEX}"
+def _pickles(repo: _Repo) -> list[str]:
+    """The names of PyTorch's files, for a model that has no others."""
+    if PICKLE_INDEX in repo.files:
+        return _shards(repo, PICKLE_INDEX)
+    return [PICKLE] if PICKLE in repo.files else []
+
+
+def _shards(repo: _Repo, index: str) -> list[str]:
+    """The files that an index names: bare names of files that the repository holds, or it is refused."""
+    where, suffix = f"{repo.name}/{index}", Path(index.removesuffix(".index.json")).suffix
     try:
-        shards = list(dict.fromkeys(json.loads(_download(repo, INDEX).read_bytes())["weight_map"].values()))
+        shards = list(dict.fromkeys(json.loads(_download(repo, index).read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInput("cannot be read, expected the file of each tensor", file=where, field="weight_map") from None
     for shard in shards:
-        if not (isinstance(shard, str) and _inside(shard) and "/" not in shard and shard.endswith(".safetensors")):
-            raise BadInput(f"found {shard!r}, expected a bare .safetensors file name", file=where, field="weight_map")
+        if not (isinstance(shard, str) and _inside(shard) and "/" not in shard and shard.endswith(suffix)):
+            raise BadInput(f"found {shard!r}, expected a bare {suffix} file name", file=where, field="weight_map")
     missing = sorted(set(shards) - set(repo.files))
     if missing or not shards:
         found = f"{_some(missing)} are not in the repository" if missing else "names no file"

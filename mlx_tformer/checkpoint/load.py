@@ -48,7 +48,8 @@ def load(
     made = plan(source)
     kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
     tokenizer = Tokenizer.from_files(source.companions(), source.origin)
-    lm = LanguageModel(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, source.notes)
+    notes = [*source.notes, *made.notes]
+    lm = LanguageModel(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, notes)
     check_fits(made.model, tokens=min(lm.context, ROOM) if context is None else context, dtype=kind)
     fill(made, source, kind)
     return lm
@@ -58,6 +59,8 @@ def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:
     """Give the planned model its weights, in `dtype`; nothing is read before it is used, copies apart."""
     weights = [(name, as_float(recipe.make(source.mapped), dtype)) for name, recipe in made.recipes.items()]
     made.model.load_weights(weights)
+    if made.quantization.get("embed.tokens", {"mode": "affine"})["mode"] != "affine":
+        made.model.embed.dtype = dtype
     check_copies(made, source)
 
 
@@ -83,7 +86,9 @@ def as_float(value: mx.array, dtype: mx.Dtype) -> mx.array:
 def stored_dtype(source: Source) -> mx.Dtype:
     """What a checkpoint's floats are stored in: what the config says, or what most of its bytes are."""
     ours = source.config["mlx_tformer"] if source.ours else {}
-    named = ours.get("dtype") or source.config.get("dtype") or source.config.get("torch_dtype")
+    text = source.config.get("text_config")  # of a checkpoint that also sees
+    said = [ours, source.config, text if isinstance(text, dict) else {}]
+    named = next((values[key] for values in said for key in ("dtype", "torch_dtype") if values.get(key)), None)
     if isinstance(named, str) and named in FLOATS:
         return FLOATS[named]
     sizes: Counter[mx.Dtype] = Counter()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import BadInput, InputOutputError
 from .folder import Folder
+from .formats import understood
 from .source import Source
 
 BUNDLED = "shakespeare"
@@ -40,7 +41,7 @@ def open_place(place: Place) -> Source:
         return GgufSource.open(place.path, origin=place.origin, revision=place.revision)
     if place.path.is_file():
         raise BadInput("is a file; expected a folder with a config.json, or a .gguf file", file=place.path)
-    return Folder.open(place.path, origin=place.origin, revision=place.revision)
+    return understood(Folder.open(place.path, origin=place.origin, revision=place.revision))
 
 
 def find(where: str | Path, *, revision: str | None = None, progress: bool = True, config_only: bool = False) -> Place:

@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import BadInput
 from .pickle_machine import Kind, Machine, Storage, StorageType, View, short
 from .safetensors_file import LONGEST, check_regular
 from .source import Tensor
 
-PICKLE_BYTES = 32 * 2**20
+PICKLE_BYTES = 16 * 2**20
 """A tensor takes some 200 bytes of pickle."""
 DIRECTORY_BYTES = 8 * 2**20
 """An entry of a zip archive takes some 70 bytes of its directory."""
-AXES = 8
 LAST_OFFSET = 2**62
 """Beyond, the system itself refuses to seek."""
 ZIP = b"PK\x03\x04"
@@ -57,8 +55,8 @@ class PickleFile:
 
     def _tensor(self, name: str, view: View) -> Tensor:
         """The size and kind of a tensor, whose values must all lie in its storage."""
-        if len(view.shape) > AXES or any(side > LONGEST for side in view.shape):
-            problem = f"found shape {short(view.shape)}, expected at most {AXES} sides of at most {LONGEST}"
+        if any(side > LONGEST for side in view.shape):
+            problem = f"found shape {short(view.shape)}, expected sides of at most {LONGEST}"
             raise BadInput(problem, file=self.path, field=short(name))
         stop, end = (view.offset + view.span) * view.kind.size, view.storage.nbytes
         if stop > end:
@@ -98,14 +96,15 @@ class PickleFile:
             file.seek(self._starts[view.storage.key] + view.offset * view.kind.size)
             data = file.read(size)
         if len(data) != size:
-            raise BadInput(
-                f"found {len(data)} bytes, expected {size}: the file shrank", file=self.path, field=short(name)
-            )
+            problem = f"found {len(data)} bytes, expected {size}: the file shrank"
+            raise BadInput(problem, file=self.path, field=short(name))
         return _array(data, view)
 
 
 def _array(data: bytes, view: View) -> mx.array:
     """The values of a view in order, from the bytes of its span."""
+    import numpy as np  # a third of the time that the package needs to be imported
+
     # The stride of an axis of one means nothing, and can be too large for numpy.
     strides = [0 if side == 1 else s * view.kind.size for side, s in zip(view.shape, view.strides, strict=True)]
     values = np.lib.stride_tricks.as_strided(np.frombuffer(data, view.kind.code), view.shape, strides)
@@ -162,7 +161,7 @@ def _passed_over(path: Path, names: list[str], why: str) -> str:
 def _said(value: Any) -> str:
     """A word for what a pickle made, never its content, which may be endless."""
     names = {View: "a tensor", Storage: "a storage", type(None): "nothing", dict: "a dict", list: "a list"}
-    return names.get(type(value), f"a value of type {type(value).__name__.strip('_')}")
+    return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
 # --- the containers ---

@@ -8,21 +8,22 @@ PyTorch 2.13.
 """
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from pickletools import genops
-from typing import Any
+from pickletools import opcodes
+from typing import IO, Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import BadInput
 
 OPCODES = 1_000_000
 """A tensor takes some 35 opcodes: room for 28,000 tensors in a file."""
+AXES = 8
+"""Nothing that a pickle can ask for takes longer for longer arguments, so that all of it takes as long as it is."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Kind:
 
     @property
     def size(self) -> int:
-        return np.dtype(self.code).itemsize
+        """Bytes of a value."""
+        return int(self.code[-1])
 
 
 KINDS = {
@@ -128,12 +130,9 @@ def short(value: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _ordered(pairs: Iterable[Any] = ()) -> dict[Any, Any]:
-    """An OrderedDict; Python 2 gave it its content at once, as a list of pairs."""
-    made: dict[Any, Any] = {}
-    for key, value in pairs:
-        _put(made, key, value)
-    return made
+def _ordered() -> dict[Any, Any]:
+    """An OrderedDict, which is filled afterwards."""
+    return {}
 
 
 def _put(target: Any, key: Any, value: Any) -> None:
@@ -149,8 +148,10 @@ def _put(target: Any, key: Any, value: Any) -> None:
 
 def _counts(values: Any) -> tuple[int, ...]:
     """A shape or strides; the class torch.Size is a tuple as well."""
-    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError("expected a tuple of whole numbers of 0 or more")
+    if not isinstance(values, tuple | list) or len(values) > AXES:
+        raise ValueError(f"expected a tuple of at most {AXES} numbers for a shape")
+    if any(type(value) is not int or value < 0 for value in values):
+        raise ValueError("expected whole numbers of 0 or more for a shape")
     return tuple(values)
 
 
@@ -229,21 +230,25 @@ class Machine:
         """What the next pickle in `data` makes; BadInput if that is not plain data."""
         self._stack, self._below, self._memo = [], [], {}
         try:
-            for opcode, argument, _ in genops(data):
-                self._step(opcode.name, argument)
+            while (code := data.read(1)) != STOP:
+                self._step(code, data)
             return self._stack.pop()
         except BadInput:
             raise
         except (ValueError, IndexError, KeyError, TypeError) as error:  # of an opcode's argument, or of its operands
             raise BadInput(f"not a sound pickle of a state dict: {short(error)}", file=self.path) from None
 
-    def _step(self, name: str, argument: Any) -> None:
+    def _step(self, code: bytes, data: io.BytesIO) -> None:
+        """Does what one opcode says; only those that are known have their argument read."""
         self._steps += 1
         if self._steps > OPCODES:
             raise BadInput(f"found a pickle of more than {OPCODES} opcodes", file=self.path)
+        if code not in NAMES:
+            raise ValueError("it ends too early" if code == b"" else f"found {code!r} for an opcode")
+        name = NAMES[code]
         if name not in ACTIONS:
             raise BadInput(f"found the pickle opcode {name}, which no state dict needs", file=self.path)
-        ACTIONS[name](self, argument)
+        ACTIONS[name](self, READERS[name](data) if name in READERS else None)
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -278,15 +283,12 @@ class Machine:
     def recall(self, key: int) -> None:
         self.push(self._memo[key])
 
-    def named(self, name: str) -> None:
-        """What a global name stands for; `name` is module and name."""
-        self._find(".".join(name.split(" ", 1)))
-
     def named_on_stack(self, _: Any) -> None:
         name, module = self._stack.pop(), self._stack.pop()
-        self._find(f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "something nameless")
+        self.find(f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "something nameless")
 
-    def _find(self, name: str) -> None:
+    def find(self, name: str) -> None:
+        """What a global name stands for; `name` is module and name."""
         if name not in GLOBALS:
             kinds = ", ".join(KINDS)
             problem = f"asks for {short(name)}, but only plain tensors ({kinds}) are read, and nothing of it was run"
@@ -312,6 +314,14 @@ class Machine:
         self.push(storage)
 
 
+def _global_name(data: IO[bytes]) -> str:
+    """A module and a name in it, each on a line; Python's reader of lines warns about what looks like an escape."""
+    lines = [data.readline(), data.readline()]
+    if not all(line.endswith(b"\n") for line in lines):
+        raise ValueError("a name has no end")
+    return ".".join(line[:-1].decode() for line in lines)
+
+
 def _literal(machine: Machine, argument: Any) -> None:
     machine.push(argument)
 
@@ -325,13 +335,16 @@ def _fresh(machine: Machine, _: Any, kind: type) -> None:
 
 
 def _nothing(machine: Machine, _: Any) -> None:
-    """The version of the pickle's language, the length of what follows, the end."""
+    """The version of the pickle's language, or the length of what follows."""
 
 
+STOP = b"."
+NAMES = {opcode.code.encode("latin-1"): opcode.name for opcode in opcodes}
+READERS = {opcode.name: opcode.arg.reader for opcode in opcodes if opcode.arg is not None} | {"GLOBAL": _global_name}
 NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
 TEXTS = ("SHORT_BINSTRING", "BINSTRING", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 ACTIONS: dict[str, Callable[[Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _nothing),
+    **dict.fromkeys(("PROTO", "FRAME"), _nothing),
     **dict.fromkeys(NUMBERS + TEXTS, _literal),
     "NONE": partial(_constant, value=None),
     "NEWTRUE": partial(_constant, value=True),
@@ -348,7 +361,7 @@ ACTIONS: dict[str, Callable[[Machine, Any], None]] = {
     "SETITEMS": partial(Machine.put, many=True),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), Machine.memorize),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), Machine.recall),
-    "GLOBAL": Machine.named,
+    "GLOBAL": Machine.find,
     "STACK_GLOBAL": Machine.named_on_stack,
     "REDUCE": Machine.call,
     "NEWOBJ": Machine.call,

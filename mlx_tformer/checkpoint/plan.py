@@ -5,8 +5,8 @@ made. `load` and `convert` carry it out, the one in memory, the other file by fi
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -19,7 +19,9 @@ from ..errors import BadInput
 from ..families import Family, family
 from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, assign, summary, templated
 from ..nn import LM, ExpertLinear
-from .source import Quantization, Source, Tensor
+from .language_part import is_part, language_config, language_names, leave_out
+from .mlx_names import with_mlx_names
+from .source import STEP, Quantization, Source, Tensor
 
 Reader = Callable[[str], mx.array]
 VALUES = 1 << 21
@@ -49,12 +51,12 @@ class Recipe:
 
     def _matrix(self, pieces: Iterable[Piece], read: Reader) -> mx.array:
         parts = [self._part(piece, read) for piece in pieces]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.pieces[0].axis)
 
     def _part(self, piece: Piece, read: Reader) -> mx.array:
         if piece.source in self.unpack:
-            weight, scales, biases = map(read, packed_names(piece.source))
-            value = _dequantize(weight, scales, biases, self.unpack[piece.source])
+            how = self.unpack[piece.source]
+            value = dequantize(map(read, packed_names(piece.source, how["mode"])), how)
         else:
             value = read(piece.source)
         return changed(value, piece)
@@ -66,36 +68,49 @@ class Recipe:
             for pieces in self._matrices():
                 yield self._matrix(pieces, source.read)[None]
             return
-        for piece in self.pieces:
-            if piece.changes:
-                yield self._part(piece, source.read)
-                continue
-            name, how = piece.source, self.unpack.get(piece.source)
-            rows = max(1, VALUES // max(1, prod(unpacked(source.tensors[name], how).shape[1:])))
-            if how is None:
-                yield from source.blocks(name, rows)
-                continue
-            leaves = [source.blocks(leaf, rows) for leaf in packed_names(name)]
-            for weight, scales, biases in zip(*leaves, strict=True):
-                yield _dequantize(weight, scales, biases, how)
+        parts = [self._part_blocks(piece, source) for piece in self.pieces]
+        if self.pieces[0].axis == 0:
+            yield from chain(*parts)
+            return
+        for rows in zip(*parts, strict=True):
+            yield mx.concatenate(list(rows), axis=self.pieces[0].axis)
+
+    def _part_blocks(self, piece: Piece, source: Source) -> Iterator[mx.array]:
+        """One piece, some rows at a time."""
+        if piece.changes:
+            yield self._part(piece, source.read)
+            return
+        name, how = piece.source, self.unpack.get(piece.source)
+        rows = max(1, VALUES // max(1, prod(unpacked(source.tensors[name], how).shape[1:])))
+        if how is None:
+            yield from source.blocks(name, rows)
+            return
+        leaves = [source.blocks(leaf, rows) for leaf in packed_names(name, how["mode"])]
+        for parts in zip(*leaves, strict=True):
+            yield dequantize(parts, how)
 
 
-def _dequantize(weight: mx.array, scales: mx.array, biases: mx.array, how: Quantization) -> mx.array:
-    """The values of packed rows, in float32, where scale times number plus offset is not rounded to float16."""
-    return mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), **how)
+def dequantize(parts: Iterable[mx.array], how: Quantization) -> mx.array:
+    """The values of packed rows, in float32, where scale times number plus offset is not rounded to float16.
+
+    `parts` are those of `packed_names`, in that order.
+    """
+    weight, *rest = parts
+    scales, *biases = (part.astype(mx.float32) if mx.issubdtype(part.dtype, mx.floating) else part for part in rest)
+    return mx.dequantize(weight, scales, biases[0] if biases else None, dtype=mx.float32, **how)
 
 
 def changed(value: mx.array, piece: Piece) -> mx.array:
-    """A source tensor's values in our order."""
+    """A source tensor's values in our order, in memory as well: a transposed view may multiply in another order."""
     for change in piece.changes:
         value = change.do(value)
-    return value
+    return mx.contiguous(value) if piece.changes else value
 
 
-def packed_names(weight: str) -> tuple[str, str, str]:
-    """The three tensors that a packed weight consists of."""
+def packed_names(weight: str, mode: str = "affine") -> tuple[str, ...]:
+    """The tensors that a packed weight consists of: itself, scales, and offsets if the mode has them."""
     module = weight.removesuffix(".weight")
-    return weight, f"{module}.scales", f"{module}.biases"
+    return (weight, f"{module}.scales", f"{module}.biases") if mode == "affine" else (weight, f"{module}.scales")
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,8 @@ class Plan:
     assignment: Assignment
     quantization: dict[str, Quantization]
     """Modules of ours that stay packed as they are in the checkpoint."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: that parts of the checkpoint are not used, for example."""
 
 
 def plan(source: Source) -> Plan:
@@ -117,16 +134,18 @@ def plan(source: Source) -> Plan:
     Raises BadInput that lists every tensor without a place, every parameter without a source, and every wrong shape
     or dtype.
     """
-    config = Config(source.config, source.config_file)
+    config = language_config(source)
     kind = family(config.model_type)
     model = build(kind, config)
-    names = kind.names(config)
-    assignment = _identity(source) if source.ours else assign(source.tensors, names)
-    _check_packing(source)
-    packed = _packed(source, assignment)
+    names = language_names(kind.names(config), source.config, source.tensors)
+    theirs = language_names(with_mlx_names(kind.name, kind.names(config)), source.config, source.tensors)
+    assignment = _identity(source) if source.ours else _assigned(source, theirs, model)
+    notes = leave_out(assignment) if is_part(source.config) else []
+    check_packing(source)
+    packed = _packed(source, assignment, model)
     recipes = _recipes(source, assignment, packed)
     pack(model, packed, source.config_file)
-    made = Plan(model, config, kind, recipes, assignment, packed)
+    made = Plan(model, config, kind, recipes, assignment, packed, notes)
     problems = [*_without_place(made), *_without_source(made, {} if source.ours else names), *_wrong(made, source)]
     if problems:
         raise BadInput("; ".join(problems), file=source.origin)
@@ -151,8 +170,9 @@ def pack(model: nn.Module, how: Mapping[str, Quantization], file: str = "config.
         module = modules.get(path)
         if not isinstance(module, PACKABLE):
             raise BadInput("is packed, but is no matrix of the model", file=file, field=path)
-        if module.weight.shape[-1] % way["group_size"]:
-            problem = f"is packed in groups of {way['group_size']}, but its rows have {module.weight.shape[-1]} values"
+        width, step = module.weight.shape[-1], max(way["group_size"], STEP)
+        if width % step:
+            problem = f"is packed in groups of {step}, but its rows have {width} values"
             raise BadInput(problem, file=file, field=path)
     if how:
         nn.quantize(model, class_predicate=lambda path, module: dict(how[path]) if path in how else False)
@@ -168,17 +188,38 @@ def _identity(source: Source) -> Assignment:
     return Assignment(pieces={name: [Piece(name)] for name in source.tensors})
 
 
+def _assigned(source: Source, names: Names, model: nn.Module) -> Assignment:
+    """Where tensors go by a family's table, without those that go along with others or are not needed.
+
+    Where the table names a weight and not its module, the scales of a packed one are not in it. Biases of zeros are
+    left out if the model has none there.
+    """
+    found, parameters = assign(source.tensors, names), shapes(model)
+    gone = set(found.unknown)
+    with_weight = {f"{module}.{leaf}" for module in source.quantization for leaf in ("scales", "biases")}
+    found.unknown = [n for n in found.unknown if n not in with_weight or f"{_module(n)}.weight" in gone]
+    for target in [target for target in found.pieces if target not in parameters]:
+        sources = [piece.source for piece in found.pieces[target]]
+        if source.padding.issuperset(sources):
+            del found.pieces[target]
+            found.dropped |= dict.fromkeys(sources, "zeros, for a bias that the model does not have")
+    return found
+
+
 def _module(tensor: str) -> str:
     return tensor.rpartition(".")[0]
 
 
-def _packed(source: Source, assignment: Assignment) -> dict[str, Quantization]:
-    """Modules of ours that can stay packed, because all parts of their weight are packed alike."""
-    packed: dict[str, Quantization] = {}
+def _packed(source: Source, assignment: Assignment, model: nn.Module) -> dict[str, Quantization]:
+    """Modules of ours that can stay packed, because all parts of their weight are packed alike, row by row."""
+    named: Any = model.named_modules()
+    packed, modules = dict[str, Quantization](), dict(named)
     for target, pieces in assignment.pieces.items():
         first, *others = [source.quantization.get(_module(piece.source)) for piece in pieces]
         alike = first is not None and all(way == first for way in others)
-        if target.endswith(".weight") and alike and not any(piece.changes for piece in pieces):
+        rows = all(c.keeps_rows(len(source.tensors[piece.source].shape)) for piece in pieces for c in piece.changes)
+        fits = source.ours or isinstance(modules.get(_module(target)), PACKABLE)
+        if target.endswith(".weight") and alike and rows and fits:
             packed[_module(target)] = dict(first or {})
     return packed
 
@@ -193,7 +234,7 @@ def _recipes(source: Source, assignment: Assignment, packed: Mapping[str, Quanti
         if unpack and leaf in ("scales", "biases"):
             continue  # they go into the weight
         ordered = tuple(sorted(pieces, key=_place))
-        recipes[target] = Recipe(ordered, unpack if leaf == "weight" else {})
+        recipes[target] = Recipe(ordered, {name: way for name, way in unpack.items() if name.endswith(".weight")})
     return recipes
 
 
@@ -202,20 +243,24 @@ def _place(piece: Piece) -> tuple[int, int]:
     return -1 if piece.expert is None else piece.expert, piece.part
 
 
-def _check_packing(source: Source) -> None:
+def check_packing(source: Source) -> None:
     """Raise BadInput for packed modules whose tensors are not what unpacking needs."""
     for module, how in source.quantization.items():
-        names = packed_names(f"{module}.weight")
+        names = packed_names(f"{module}.weight", how["mode"])
         missing = [name for name in names if name not in source.tensors]
         if missing:
             raise BadInput(f"is packed, but there is no {summary(missing)}", file=source.origin, field=module)
-        weight, scales, biases = (source.tensors[name] for name in names)
+        weight, *rest = (source.tensors[name] for name in names)
         width = unpacked(weight, how).shape[-1] if weight.shape else 0
         groups = (*weight.shape[:-1], width // how["group_size"])
         whole = width > 0 and width % how["group_size"] == 0 and width * how["bits"] == weight.shape[-1] * 32
-        if not whole or scales.shape != groups or biases.shape != groups:
-            found = f"found weight {weight.shape}, scales {scales.shape} and biases {biases.shape}"
+        if not whole or any(tensor.shape != groups for tensor in rest):
+            others = " and ".join(f"{leaf} {t.shape}" for leaf, t in zip(("scales", "biases"), rest, strict=False))
+            found = f"found weight {weight.shape}, {others}"
             problem = f"{found}, which do not go together with {how['bits']} bits in groups of {how['group_size']}"
+            raise BadInput(problem, file=source.origin, field=module)
+        if how["mode"] != "affine" and rest[0].dtype != mx.uint8:
+            problem = f"found scales of {dtype_name(rest[0].dtype)}, expected uint8 for {how['mode']}"
             raise BadInput(problem, file=source.origin, field=module)
 
 
@@ -236,7 +281,7 @@ def _repeated(recipe: Recipe) -> list[Piece]:
 
 def _without_source(made: Plan, names: Names) -> Iterator[str]:
     """Parameters that nothing in the checkpoint makes, by the names that the checkpoint would have for them."""
-    missing = [theirs for name in shapes(made.model) if name not in made.recipes for theirs in _theirs(name, names)]
+    missing = [theirs for name in shapes(made.model) if name not in made.recipes for theirs in their_names(name, names)]
     for name, recipe in made.recipes.items():
         missing += _absent(name, recipe, shapes(made.model).get(name, ()), names)
     if missing:
@@ -249,10 +294,10 @@ def _absent(name: str, recipe: Recipe, wanted: tuple[int, ...], names: Names) ->
     experts = [-1] if first.expert is None else range(wanted[0] if wanted else 0)
     there = {_place(piece) for piece in recipe.pieces}
     absent = [(expert, part) for expert in experts for part in range(len(first.of)) if (expert, part) not in there]
-    return [theirs for expert, part in absent for theirs in _theirs(name, names, part, expert)]
+    return [theirs for expert, part in absent for theirs in their_names(name, names, part, expert)]
 
 
-def _theirs(target: str, names: Names, part: int | None = None, expert: int = 0) -> list[str]:
+def their_names(target: str, names: Names, part: int | None = None, expert: int = 0) -> list[str]:
     """What a checkpoint calls one of our tensors, or one of the parts that it joins; our own name if there is no rule
     for it."""
     template, numbers = templated(target)
@@ -286,14 +331,32 @@ def _unfit(name: str, recipe: Recipe, wanted: tuple[int, ...], made: Plan, sourc
     for piece in recipe.pieces:
         tensor, how = source.tensors[piece.source], recipe.unpack.get(piece.source)
         matrix = wanted if piece.expert is None else wanted[1:]
-        share = (matrix[0] * piece.of[piece.part] // sum(piece.of), *matrix[1:]) if matrix else ()
+        share = _share(matrix, piece)
         found = unpacked(tensor, how).shape
         if _changed_shape(found, piece) != share:
             order = " after it is put in our order" if piece.changes else ""
             yield piece.source, f"found shape {found}, expected {share}{order}"
-        packed = how is not None or (name.endswith(".weight") and _module(name) in made.quantization)
-        if not (tensor.dtype == mx.uint32 if packed else mx.issubdtype(tensor.dtype, mx.floating)):
-            yield piece.source, f"found {dtype_name(tensor.dtype)}, expected {'uint32' if packed else 'floats'}"
+        kind = mx.uint32 if how is not None else packed_dtype(name, made.quantization)
+        if not (tensor.dtype == kind if kind is not None else mx.issubdtype(tensor.dtype, mx.floating)):
+            expected = "floats" if kind is None else dtype_name(kind)
+            yield piece.source, f"found {tensor.code or dtype_name(tensor.dtype)}, expected {expected}"
+
+
+def _share(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
+    """The shape of one piece of a tensor of this shape."""
+    at = piece.axis
+    if len(shape) <= at:
+        return shape
+    return *shape[:at], shape[at] * piece.of[piece.part] // sum(piece.of), *shape[at + 1 :]
+
+
+def packed_dtype(name: str, quantization: Mapping[str, Quantization]) -> mx.Dtype | None:
+    """What a tensor of a packed module is stored as, or None for floats."""
+    module, _, leaf = name.rpartition(".")
+    how = quantization.get(module)
+    if how is None:
+        return None
+    return {"weight": mx.uint32, "scales": None if how["mode"] == "affine" else mx.uint8}.get(leaf)
 
 
 def _changed_shape(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...] | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import BadInput
 from .source import Tensor
@@ -34,7 +33,11 @@ CODES: dict[mx.Dtype, str] = {
 }
 DOUBLE = "F64"
 """Read as float32: no GPU of Apple computes in float64."""
-DTYPES = {code: dtype for dtype, code in CODES.items()} | {DOUBLE: mx.float32}
+BYTES = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+"""Floats of 8 bits, read as bytes: MLX has no dtype for them."""
+DTYPES = {code: dtype for dtype, code in CODES.items()} | {DOUBLE: mx.float32} | dict.fromkeys(BYTES, mx.uint8)
+UNMAPPED = (DOUBLE, "F8_E5M2")
+"""MLX does not read a file with such a tensor in it."""
 LONGEST = 2**31 - 1
 """MLX counts the length of an axis in 32 bits."""
 LFS = b"version https://git-lfs.github.com"
@@ -72,7 +75,8 @@ class SafetensorsFile:
         if any(side > LONGEST for side in entry["shape"]):
             problem = f"found shape {entry['shape']}, expected sides of at most {LONGEST}"
             raise BadInput(problem, file=self.path, field=name)
-        return Tensor(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        code = entry["dtype"]
+        return Tensor(tuple(entry["shape"]), DTYPES[code], code if code in BYTES else None)
 
     def read(self, name: str) -> mx.array:
         """The values of a tensor, read now; BadInput if the file has changed since it was opened."""
@@ -107,8 +111,8 @@ class SafetensorsFile:
 
     def mapped(self, name: str) -> mx.array:
         """The values of a tensor, which MLX reads when they are first used."""
-        if any(entry["dtype"] == DOUBLE for entry in self._entries.values()):
-            return self.read(name)  # MLX does not read a file with such a tensor in it
+        if any(entry["dtype"] in UNMAPPED for entry in self._entries.values()):
+            return self.read(name)
         if self._mapped is None:
             with self.path.open("rb") as file:
                 self._check_unchanged(file)
@@ -156,13 +160,23 @@ def _mx_load(path: Path) -> dict[str, mx.array]:
 
 
 def _array(data: bytes, code: str, shape: tuple[int, ...]) -> mx.array:
-    """Little-endian bytes as an array; through uint8, since numpy has no bfloat16."""
+    """Little-endian bytes as an array."""
     if not data:
         return mx.zeros(shape, DTYPES[code])
     if code == DOUBLE:
-        with np.errstate(over="ignore"):
-            return mx.array(np.frombuffer(data, "<f8").astype(np.float32)).reshape(shape)
-    return mx.array(np.frombuffer(data, np.uint8)).view(DTYPES[code]).reshape(shape)
+        return _from_doubles(data).reshape(shape)
+    dtype = DTYPES[code]
+    # Words of the right size, since MLX counts in 32 bits and a tensor may have more bytes than that.
+    code_of_size: Any = {1: "B", 2: "H", 4: "I", 8: "Q"}
+    words: Any = memoryview(data).cast(code_of_size[dtype.size], [len(data) // dtype.size])
+    return mx.array(words).view(dtype).reshape(shape)
+
+
+def _from_doubles(data: bytes) -> mx.array:
+    import numpy as np  # a third of the time that the package needs to be imported, for a dtype that is rare
+
+    with np.errstate(over="ignore"):
+        return mx.array(np.frombuffer(data, "<f8").astype(np.float32))
 
 
 class SafetensorsWriter:
@@ -182,7 +196,8 @@ class SafetensorsWriter:
         assert name == next(iter(self._pending)), f"{name} is given too early"
         assert value.dtype == tensor.dtype and value.shape[1:] == tensor.shape[1:], f"{name} is not as announced"
         assert value.nbytes <= self._missing[name], f"{name} has too many rows"
-        self._file.write(np.array(value.flatten().view(mx.uint8), copy=False).data)
+        rows: Any = value.flatten().view(mx.uint8)
+        self._file.write(memoryview(rows))
         self._missing[name] -= value.nbytes
         if self._missing[name] == 0:
             del self._pending[name]

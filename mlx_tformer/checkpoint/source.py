@@ -15,6 +15,11 @@ BITS = (2, 3, 4, 5, 6, 8)
 """What MLX can pack a weight into."""
 GROUPS = (32, 64, 128)
 """How many weights may share a scale and an offset."""
+MODES = {"affine": (BITS, GROUPS), "mxfp4": ((4,), (32,)), "mxfp8": ((8,), (32,)), "nvfp4": ((4,), (16,))}
+"""How MLX can pack: the bits of a weight and the sizes of a group. `affine` has scales and offsets that are floats; the
+others have small floats for weights and scales of 8 bits alone (OCP Microscaling Formats 1.0; NVFP4)."""
+STEP = 32
+"""Rows are packed so many values at a time, even where groups are smaller."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Tensor:
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
+    code: str | None = None
+    """What bytes mean that MLX has no dtype for: F8_E4M3, F8_E5M2, F8_E8M0. None: what `dtype` says."""
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +46,7 @@ class Source(ABC):
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     quantization: dict[str, Quantization] = field(default_factory=dict)
-    """Modules whose `weight` is packed, with `scales` and `biases` beside it."""
+    """Modules whose `weight` is packed, with `scales` beside it, and `biases` if the mode is affine."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
     """Commit on the hub, if it came from there."""
@@ -48,6 +55,8 @@ class Source(ABC):
     config_file: str = "config.json"
     ours: bool = False
     """True if the tensors have our names already."""
+    padding: set[str] = field(default_factory=set)
+    """Biases of zeros that the format adds to every matrix: left out if the model has none there."""
 
     @abstractmethod
     def read(self, name: str) -> mx.array:

@@ -3,17 +3,22 @@
 from ..config import Config
 from ..names import ByGroup, Moved, Names, Same, either
 from ..nn import LM, Alibi, Attention, Block, Embed, LayerNorm, Mlp, Residual, Stack
+from ..settings import Other
 
-ABSENT = {"tie_word_embeddings": True}
+ABSENT = {
+    "hidden_size": Other("n_embed"),
+    "n_head": Other("num_attention_heads"),
+    "n_layer": Other("num_hidden_layers"),
+    "tie_word_embeddings": True,
+}
 
 
 def model(c: Config) -> LM:
     dim, heads, eps = c["hidden_size"], c["n_head"], c.get("layer_norm_epsilon", 1e-5)
     alibi = Alibi(heads)
     c.expect(apply_residual_connection_post_layernorm=False, tie_word_embeddings=True)
-    c.ignore(
-        "slow_but_exact", "seq_length", "offset_alibi", "masked_softmax_fusion", "unk_token_id", "bias_dropout_fusion"
-    )
+    c.ignore("slow_but_exact", "seq_length", "offset_alibi", "unk_token_id", "n_inner", "attention_softmax_in_fp32")
+    c.ignore("masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv")
 
     def block() -> Block:
         return Block(

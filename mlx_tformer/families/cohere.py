@@ -9,7 +9,6 @@ from . import llama
 ABSENT = {
     "logit_scale": 0.0625,
     "max_position_embeddings": 8192,
-    "num_key_value_heads": 64,
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
 }

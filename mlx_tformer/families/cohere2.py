@@ -4,7 +4,7 @@ from ..config import Config
 from ..nn import LM, Attention, Position, Window
 from . import cohere, llama
 
-ABSENT = {**cohere.ABSENT, "head_dim": 128, "rope_theta": 10000.0, "sliding_window": 4096}
+ABSENT = {**cohere.ABSENT, "rope_theta": 10000.0, "sliding_window": 4096}
 
 
 def model(c: Config) -> LM:

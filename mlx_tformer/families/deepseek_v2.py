@@ -6,6 +6,7 @@ from ..config import Config
 from ..names import Moved, Names, Unflattened, joined
 from ..nn import LM, Experts, GatedMlp, Groups, LatentAttention, Mixture, Router
 from ..nn.tap import Module
+from ..settings import Other
 from . import llama, qwen2_moe
 
 ABSENT = {
@@ -13,7 +14,7 @@ ABSENT = {
     "kv_lora_rank": 512,
     "moe_intermediate_size": 1407,
     "max_position_embeddings": 2048,
-    "n_routed_experts": 64,
+    "n_routed_experts": Other("num_experts", 64),
     "n_shared_experts": 2,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -28,15 +29,25 @@ def model(c: Config) -> LM:
     limited = c["topk_method"] == "group_limited_greedy"
     if not limited and c["topk_method"] != "greedy":
         raise c.wrong("topk_method", "greedy or group_limited_greedy")
-    groups = Groups(c["n_group"], c["topk_group"], best=1) if limited else None
+    groups = groups_of(c, best=1) if limited else None
     c.expect(moe_layer_freq=1, scoring_func="softmax", norm_topk_prob=False, ep_size=1)
     c.ignore("n_group", "topk_group", "aux_loss_alpha", "seq_aux", "mlp_bias")
 
     def router() -> Router:
-        dim, count, top = c["hidden_size"], c["n_routed_experts"], c["num_experts_per_tok"]
-        return Router(dim, count, top, scale=c["routed_scaling_factor"], groups=groups)
+        dim, count = c["hidden_size"], c["n_routed_experts"]
+        return Router(dim, count, c.chosen(count), scale=c["routed_scaling_factor"], groups=groups)
 
     return decoder(c, router)
+
+
+def groups_of(c: Config, best: int) -> Groups:
+    """The groups of experts, which must be whole and have enough of them."""
+    experts, count, keep = c["n_routed_experts"], c["n_group"], c["topk_group"]
+    if experts % count or experts // count < best:
+        raise c.wrong("n_group", f"a divisor of n_routed_experts ({experts}) that leaves {best} or more to a group")
+    if not c.chosen(experts) * count / experts <= keep <= count:
+        raise c.wrong("topk_group", f"at most n_group ({count}), and enough for num_experts_per_tok")
+    return Groups(count, keep, best)
 
 
 def decoder(c: Config, router: Callable[[], Router], *, interleaved: bool = True) -> LM:

@@ -3,7 +3,8 @@ their two best."""
 
 from ..config import Config
 from ..names import Names
-from ..nn import LM, Groups, Router
+from ..nn import LM, Router
+from ..settings import Other
 from . import deepseek_v2
 
 ABSENT = {
@@ -12,7 +13,7 @@ ABSENT = {
     "max_position_embeddings": 4096,
     "moe_intermediate_size": 2048,
     "n_group": 8,
-    "n_routed_experts": 256,
+    "n_routed_experts": Other("num_local_experts", 256),
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_experts_per_tok": 8,
@@ -22,7 +23,7 @@ ABSENT = {
 
 
 def model(c: Config) -> LM:
-    groups = Groups(c["n_group"], c["topk_group"], best=2)
+    groups = deepseek_v2.groups_of(c, best=2)
     c.expect(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc", ep_size=1)
     c.ignore("num_nextn_predict_layers", "aux_loss_alpha", "seq_aux")
 
@@ -30,7 +31,7 @@ def model(c: Config) -> LM:
         return Router(
             c["hidden_size"],
             c["n_routed_experts"],
-            c["num_experts_per_tok"],
+            c.chosen(c["n_routed_experts"]),
             score="sigmoid",
             normalise=c["norm_topk_prob"],
             scale=c["routed_scaling_factor"],

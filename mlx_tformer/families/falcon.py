@@ -4,18 +4,26 @@ by side."""
 import mlx.core as mx
 
 from ..config import Config
-from ..names import ByGroup, Drop, Moved, Names, Same
+from ..names import ByGroup, Drop, Moved, Names, Same, first
 from ..nn import LM, Attention, Block, Embed, LayerNorm, Mlp, Parallel, Position, Residual, Stack
 from ..nn.position import alibi_slopes
+from ..settings import Other
 
-ABSENT = {"max_position_embeddings": 2048, "multi_query": True, "parallel_attn": True, "tie_word_embeddings": True}
+ABSENT = {
+    "hidden_size": Other("n_embed"),
+    "max_position_embeddings": 2048,
+    "multi_query": True,
+    "parallel_attn": True,
+    "tie_word_embeddings": True,
+}
 
 
 def model(c: Config) -> LM:
     dim, heads, eps = c["hidden_size"], c["num_attention_heads"], c.get("layer_norm_epsilon", 1e-5)
     hidden, act, bias = c.get("ffn_hidden_size", 4 * dim), c.get("activation", "gelu"), c.get("bias", False)
     alibi = RoundedAlibi(heads, (dim // heads) ** -0.5) if c.get("alibi", False) else None
-    c.expect(tie_word_embeddings=True)
+    c.expect(apply_residual_connection_post_layernorm=False, tie_word_embeddings=True)
+    c.ignore("multi_query", "num_kv_heads")
     if alibi is not None:
         c.ignore("rope_parameters", "rope_scaling", "rope_theta")
 
@@ -40,11 +48,10 @@ def names(c: Config) -> Names:
     groups = 1 if kv_heads(c) == 1 else kv_heads(c)
     qkv = Moved(f"{ours}.attn.op.qkv", (ByGroup(groups, (heads // groups, 1, 1)),))
     shared = f"{ours}.pre" if (c["parallel_attn"] or new(c)) and norms(c) == 1 else f"{ours}.attn.pre"
-    return {
+    two: Names = {f"{theirs}.ln_attn": f"{ours}.attn.pre", f"{theirs}.ln_mlp": f"{ours}.mlp.pre"}
+    usual: Names = {
         "transformer.word_embeddings": "embed.tokens",
         f"{theirs}.input_layernorm": shared,
-        f"{theirs}.ln_attn": f"{ours}.attn.pre",
-        f"{theirs}.ln_mlp": f"{ours}.mlp.pre",
         f"{theirs}.post_attention_layernorm": f"{ours}.mlp.pre",
         f"{theirs}.self_attention.query_key_value": qkv,
         f"{theirs}.self_attention.dense": f"{ours}.attn.op.out",
@@ -54,6 +61,7 @@ def names(c: Config) -> Names:
         "transformer.ln_f": "decoder.norm",
         "lm_head": Same("embed.tokens"),
     }
+    return first(two, usual) if new(c) else first(usual, two)
 
 
 def new(c: Config) -> bool:
@@ -69,6 +77,8 @@ def norms(c: Config) -> int:
 def kv_heads(c: Config) -> int:
     heads = c["num_attention_heads"]
     count = c.get("num_kv_heads", heads)
+    if heads % count:
+        raise c.wrong("num_kv_heads", f"a divisor of num_attention_heads ({heads})")
     return count if new(c) else 1 if c["multi_query"] else heads
 
 
@@ -80,7 +90,8 @@ class RoundedAlibi(Position):
         super().__init__()
         self.slopes, self.scale = alibi_slopes(heads), scale
 
-    def bias(self, queries: range, keys: range) -> mx.array:
-        at = mx.arange(keys.start, keys.stop).astype(mx.bfloat16)
-        bias = mx.array(self.slopes, dtype=mx.bfloat16)[:, None] * at  # (H, S)
-        return (bias.astype(mx.float32) * self.scale)[:, None]
+    def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array:
+        at = mx.arange(keys.start, keys.stop)  # (S,), or (B, 1, S) where rows begin elsewhere
+        at = at if left is None else mx.maximum(at - left[:, None, None], 0)
+        bias = mx.array(self.slopes, dtype=mx.bfloat16)[:, None] * at.astype(mx.bfloat16)
+        return (bias.astype(mx.float32) * self.scale)[..., None, :]

@@ -8,7 +8,6 @@ from . import gemma, gemma2
 
 ABSENT = {
     **gemma2.ABSENT,
-    "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "max_position_embeddings": 131072,
     "rope_local_base_freq": 10000.0,
@@ -18,23 +17,22 @@ ABSENT = {
 
 def model(c: Config) -> LM:
     layers, scale = c["num_hidden_layers"], c["query_pre_attn_scalar"] ** -0.5
-    head_dim, eps, cap = c["head_dim"], c.get("rms_norm_eps", 1e-6), c.get("attn_logit_softcapping")
+    head_dim, eps = c["head_dim"], c.get("rms_norm_eps", 1e-6)
     every = c.get("sliding_window_pattern", c.get("_sliding_window_pattern", 6))
-    kinds = c.get(
-        "layer_types", ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
-    )
-    masks = c.masks(kinds)
-    c.ignore("hidden_act", "cache_implementation")
+    pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    masks, kinds = c.masks(pattern), c.get("layer_types", pattern)
+    c.ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "rope_theta", "rope_local_base_freq")
 
     def position(kind: str) -> Rope:
         # Old configs have one table, which is that of the full layers, and a theta for the others.
         local = kind == "sliding_attention" and not c.has_rope_table(kind)
-        return Rope(head_dim, c["rope_local_base_freq"]) if local else c.rope(head_dim, layer_type=kind)
+        theta = "rope_local_base_freq" if kind == "sliding_attention" else "rope_theta"
+        return Rope(head_dim, c[theta]) if local else c.rope(head_dim, layer_type=kind, theta=theta)
 
     def attention(layer: int) -> Attention:
         norms = {f"{x}_norm": ShiftedRMSNorm(head_dim, eps) for x in "qk"}
         kind = kinds[layer]
-        return gemma.attention(c, mask=masks[layer], scale=scale, softcap=cap, position=position(kind), **norms)
+        return gemma.attention(c, mask=masks[layer], scale=scale, position=position(kind), **norms)
 
     return gemma.decoder(c, c["hidden_activation"], attention, sandwich=True)
 

@@ -1,7 +1,7 @@
 """GLM 4 (the 9B of 2024): Llama with half of each head turning, interleaved, and biases on q, k and v."""
 
 from ..config import Config
-from ..names import Names
+from ..names import Names, first
 from ..nn import LM
 from . import llama
 
@@ -21,4 +21,4 @@ def model(c: Config) -> LM:
 
 
 def names(c: Config) -> Names:
-    return llama.names(c) | {"model.layers.{}.mlp.gate_up_proj": "decoder.layers.{}.mlp.op.gate_up"}
+    return first({"model.layers.{}.mlp.gate_up_proj": "decoder.layers.{}.mlp.op.gate_up"}, llama.names(c))

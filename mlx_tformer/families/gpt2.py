@@ -3,23 +3,32 @@
 from ..config import Config
 from ..names import Drop, Moved, Names, Same, Transposed, either
 from ..nn import LM, Attention, Block, Embed, LayerNorm, Learned, Mlp, Residual, Stack
+from ..settings import Other
 
-ABSENT = {"tie_word_embeddings": True}
+ABSENT = {
+    "n_embd": Other("hidden_size"),
+    "n_head": Other("num_attention_heads"),
+    "n_layer": Other("num_hidden_layers"),
+    "n_positions": Other("max_position_embeddings", 1024),
+    "tie_word_embeddings": True,
+}
 
 
 def model(c: Config) -> LM:
     dim, heads, layers, eps = c["n_embd"], c["n_head"], c["n_layer"], c.get("layer_norm_epsilon", 1e-5)
     hidden, act = c.get("n_inner", 4 * dim), c.get("activation_function", "gelu_new")
-    c.expect(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
+    scaled, by_layer = c.get("scale_attn_weights", True), c.get("scale_attn_by_inverse_layer_idx", False)
+    c.expect(tie_word_embeddings=True)
 
-    def block() -> Block:
+    def block(layer: int) -> Block:
+        scale = ((dim // heads) ** -0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
         return Block(
-            attn=Residual(Attention(dim, heads, bias=True), pre=LayerNorm(dim, eps)),
+            attn=Residual(Attention(dim, heads, bias=True, scale=scale), pre=LayerNorm(dim, eps)),
             mlp=Residual(Mlp(dim, hidden, act), pre=LayerNorm(dim, eps)),
         )
 
     embed = Embed(c["vocab_size"], dim, positions=Learned(c["n_positions"], dim))
-    return LM(embed, Stack([block() for _ in range(layers)], LayerNorm(dim, eps)), context=c["n_positions"])
+    return LM(embed, Stack([block(layer) for layer in range(layers)], LayerNorm(dim, eps)), context=c["n_positions"])
 
 
 def names(c: Config) -> Names:

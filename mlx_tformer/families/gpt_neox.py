@@ -4,8 +4,14 @@ head."""
 from ..config import Config
 from ..names import ByGroup, Drop, Moved, Names
 from ..nn import LM, Attention, Block, Embed, LayerNorm, Linear, Mlp, Parallel, Residual, Stack
+from ..settings import Other
 
-ABSENT = {"max_position_embeddings": 2048, "partial_rotary_factor": 0.25, "use_parallel_residual": True}
+ABSENT = {
+    "max_position_embeddings": 2048,
+    "partial_rotary_factor": Other("rotary_pct", 0.25),
+    "rope_theta": Other("rotary_emb_base", 10000.0),
+    "use_parallel_residual": True,
+}
 
 
 def model(c: Config) -> LM:

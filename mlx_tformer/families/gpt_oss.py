@@ -5,6 +5,7 @@ import mlx.core as mx
 from ..config import Config
 from ..names import Alternating, Moved, Names, Transposed
 from ..nn import LM, Attention, Experts, Mixture, Router
+from ..settings import Other
 from . import llama
 
 ABSENT = {
@@ -13,8 +14,16 @@ ABSENT = {
     "max_position_embeddings": 131072,
     "num_experts_per_tok": 4,
     "num_key_value_heads": 8,
-    "num_local_experts": 128,
+    "num_local_experts": Other("num_experts", 128),
     "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "rope_theta": 150000.0,
     "sliding_window": 128,
     "swiglu_alpha": 1.702,
@@ -23,7 +32,7 @@ ABSENT = {
 
 
 def model(c: Config) -> LM:
-    dim, count, top, layers = c["hidden_size"], c["num_local_experts"], c["num_experts_per_tok"], c["num_hidden_layers"]
+    dim, count, layers = c["hidden_size"], c["num_local_experts"], c["num_hidden_layers"]
     heads, kv_heads, head_dim = llama.head_sizes(c)
     alpha, limit, bias = c["swiglu_alpha"], c["swiglu_limit"], c["attention_bias"]
     masks = c.masks(["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)])
@@ -39,7 +48,7 @@ def model(c: Config) -> LM:
         return Attention(dim, heads, kv_heads, head_dim, bias=bias, position=position, mask=masks[layer], sinks=True)
 
     def mixture(layer: int) -> Mixture:
-        router = Router(dim, count, top, score="none", after="softmax", bias=True)
+        router = Router(dim, count, c.chosen(count), score="none", after="softmax", bias=True)
         return Mixture(router, Experts(dim, c["intermediate_size"], count, act=gate, bias=True))
 
     return llama.decoder(c, attention, mlp_of=mixture)

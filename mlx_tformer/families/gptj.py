@@ -3,14 +3,21 @@
 from ..config import Config
 from ..names import Drop, Names, joined
 from ..nn import LM, Attention, Embed, LayerNorm, Linear, Mlp, Parallel, Residual, Rope, Stack
+from ..settings import Other
 
-ABSENT = {"n_positions": 2048, "rotary_dim": 64}
+ABSENT = {
+    "n_embd": Other("hidden_size"),
+    "n_head": Other("num_attention_heads"),
+    "n_layer": Other("num_hidden_layers"),
+    "n_positions": Other("max_position_embeddings", 2048),
+    "rotary_dim": 64,
+}
 
 
 def model(c: Config) -> LM:
     dim, heads, eps = c["n_embd"], c["n_head"], c.get("layer_norm_epsilon", 1e-5)
     hidden, act = c.get("n_inner", 4 * dim), c.get("activation_function", "gelu_new")
-    c.expect(tie_word_embeddings=False)
+    c.expect(rotary=True, scale_attn_weights=True, tie_word_embeddings=False)
 
     def block() -> Parallel:
         attention = Attention(dim, heads, position=Rope(c["rotary_dim"], interleaved=True))

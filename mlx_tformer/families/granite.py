@@ -12,7 +12,6 @@ ABSENT = {
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
     "max_position_embeddings": 2048,
-    "num_key_value_heads": 32,
     "residual_multiplier": 1.0,
 }
 

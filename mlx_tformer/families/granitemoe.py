@@ -9,11 +9,11 @@ ABSENT = {**granite.ABSENT, "num_experts_per_tok": 2, "num_local_experts": 8}
 
 
 def model(c: Config) -> LM:
-    dim, count, top = c["hidden_size"], c["num_local_experts"], c["num_experts_per_tok"]
+    dim, count = c["hidden_size"], c["num_local_experts"]
 
     def mixture() -> Mixture:
         experts = Experts(dim, c["intermediate_size"], count, act=c.get("hidden_act", "silu"))
-        return Mixture(Router(dim, count, top, score="none", after="softmax"), experts)
+        return Mixture(Router(dim, count, c.chosen(count), score="none", after="softmax"), experts)
 
     return granite.decoder(c, mixture)
 

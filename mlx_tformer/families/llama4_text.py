@@ -4,7 +4,7 @@ token."""
 import mlx.core as mx
 
 from ..config import Config
-from ..names import Moved, Names, Transposed, joined
+from ..names import Moved, Names, Transposed, first, joined
 from ..nn import LM, Attention, Experts, GatedMlp, Mixture, Position, Rope, Router, UnitRMSNorm
 from ..nn.tap import Module
 from . import llama
@@ -69,7 +69,11 @@ def model(c: Config) -> LM:
     bias, count, step = c.get("attention_bias", False), c["num_local_experts"], c["interleave_moe_layer_step"]
     every, sparse = c["no_rope_layer_interval"], c.get("moe_layers", list(range(step - 1, layers, step)))
     turning = c.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
-    masks = c.masks(["chunked_attention" if turns else "full_attention" for turns in turning])
+    if len(turning) != layers:
+        raise c.wrong("no_rope_layers", f"{layers} entries, one for each layer")
+    chunked = c.get("attention_chunk_size") is not None
+    masks = c.masks(["chunked_attention" if chunked and turns else "full_attention" for turns in turning])
+    c.ignore("intermediate_size", "intermediate_size_mlp")  # one of them is not needed where all layers are alike
     c.ignore("router_jitter_noise", "for_llm_compressor", "attn_temperature_tuning", "attn_scale", "floor_scale")
 
     def position(layer: int) -> Position:
@@ -84,7 +88,7 @@ def model(c: Config) -> LM:
     def mlp(layer: int) -> Module:
         if layer not in sparse:
             return GatedMlp(dim, c["intermediate_size_mlp"], act)
-        router = Router(dim, count, c["num_experts_per_tok"], score="none", after="sigmoid")
+        router = Router(dim, count, c.chosen(count), score="none", after="sigmoid")
         hidden = c["intermediate_size"]
         return WeighedBefore(router, Experts(dim, hidden, count, act=act), shared=GatedMlp(dim, hidden, act))
 
@@ -95,9 +99,8 @@ def names(c: Config) -> Names:
     theirs, ours = "model.layers.{}.feed_forward", "decoder.layers.{}.mlp.op"
     one = f"{theirs}.shared_expert"
     stored = (Transposed(stacked=True),)
-    return (
-        llama.names(c)
-        | joined(f"{ours}.gate_up", {f"{theirs}.gate_proj": 1, f"{theirs}.up_proj": 1})
+    own: Names = (
+        joined(f"{ours}.gate_up", {f"{theirs}.gate_proj": 1, f"{theirs}.up_proj": 1})
         | joined(f"{ours}.shared.gate_up", {f"{one}.gate_proj": 1, f"{one}.up_proj": 1})
         | {
             f"{theirs}.down_proj": f"{ours}.down",
@@ -107,3 +110,4 @@ def names(c: Config) -> Names:
             f"{theirs}.experts.down_proj": Moved(f"{ours}.experts.down.weight", stored),
         }
     )
+    return first(own, llama.names(c))

@@ -3,17 +3,33 @@
 from ..config import Config
 from ..names import Names, Same
 from ..nn import LM, Alibi, Attention, Block, Embed, LayerNorm, Mlp, Residual, Stack
+from ..settings import Other
 
-ABSENT = {"max_seq_len": 2048, "no_bias": True, "tie_word_embeddings": True}
-ATTENTION = {"alibi": True, "attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False}
+ABSENT = {
+    "d_model": Other("hidden_size"),
+    "max_seq_len": 2048,
+    "n_heads": Other("num_attention_heads"),
+    "n_layers": Other("num_hidden_layers"),
+    "no_bias": True,
+    "tie_word_embeddings": True,
+}
+ATTENTION = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "softmax_scale": None,
+}
 
 
 def model(c: Config) -> LM:
     dim, heads, eps = c["d_model"], c["n_heads"], c.get("layer_norm_epsilon", 1e-5)
-    inner = c.within("attn_config").taking({**ATTENTION, "alibi_bias_max": 8})
-    inner.expect(**ATTENTION, attn_uses_sequence_id=False, softmax_scale=None)
+    inner = c.within("attn_config")
+    inner.expect(**ATTENTION)
     inner.ignore("attn_impl", "attn_pdrop")
-    alibi, clip = Alibi(heads, inner["alibi_bias_max"]), inner.get("clip_qkv")
+    alibi, clip = Alibi(heads), inner.get("clip_qkv")
     inner.finish()
     c.expect(no_bias=True, logit_scale=None, embedding_fraction=1.0, tie_word_embeddings=True)
     c.expect(norm_type="low_precision_layernorm")

@@ -5,7 +5,7 @@ from ..names import Names
 from ..nn import LM, AllHeads, Attention, Block, Embed, GatedMlp, Residual, RMSNorm, Stack
 from . import llama
 
-ABSENT = {"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5}
+ABSENT = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
 
 def model(c: Config) -> LM:

@@ -3,14 +3,14 @@
 from ..config import Config
 from ..names import Names
 from ..nn import LM, AllHeads, Attention, Experts, Mixture, RMSNorm, Router
+from ..settings import Other
 from . import llama, qwen2_moe
 
 ABSENT = {
     "max_position_embeddings": 4096,
     "norm_topk_prob": False,
-    "num_experts": 64,
+    "num_experts": Other("num_local_experts", 64),
     "num_experts_per_tok": 8,
-    "num_key_value_heads": 16,
     "rms_norm_eps": 1e-5,
 }
 
@@ -19,7 +19,6 @@ def model(c: Config) -> LM:
     dim, eps, count = c["hidden_size"], c["rms_norm_eps"], c["num_experts"]
     heads, kv_heads, head_dim = llama.head_sizes(c)
     bias, clip = c.get("attention_bias", False), c.get("clip_qkv")
-    c.ignore("num_local_experts")
 
     def attention(layer: int) -> Attention:
         return Attention(
@@ -36,7 +35,7 @@ def model(c: Config) -> LM:
 
     def mixture(layer: int) -> Mixture:
         experts = Experts(dim, c["intermediate_size"], count, act=c.get("hidden_act", "silu"))
-        return Mixture(Router(dim, count, c["num_experts_per_tok"], normalise=c["norm_topk_prob"]), experts)
+        return Mixture(Router(dim, count, c.chosen(count), normalise=c["norm_topk_prob"]), experts)
 
     return llama.decoder(c, attention, mlp_of=mixture)
 

@@ -2,13 +2,12 @@
 given."""
 
 from ..config import Config
-from ..names import Names
+from ..names import Names, first
 from ..nn import LM, Causal, Window
 from . import llama
 
 ABSENT = {
     "max_position_embeddings": 4096,
-    "num_key_value_heads": 32,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
@@ -23,7 +22,8 @@ def model(c: Config) -> LM:
 
 
 def names(c: Config) -> Names:
-    return llama.names(c) | {
+    own: Names = {
         "model.layers.{}.self_attn.qkv_proj": "decoder.layers.{}.attn.op.qkv",
         "model.layers.{}.mlp.gate_up_proj": "decoder.layers.{}.mlp.op.gate_up",
     }
+    return first(own, llama.names(c))

@@ -1,5 +1,7 @@
 """Qwen 2 and 2.5: Llama with biases on q, k and v; some layers may see a window alone."""
 
+from collections.abc import Callable
+
 from ..config import Config
 from ..nn import LM, Mask
 from . import llama
@@ -14,21 +16,21 @@ ABSENT = {
 
 
 def model(c: Config) -> LM:
-    masks = layer_masks(c)
+    first = c["max_window_layers"]
+    masks = layer_masks(c, lambda layer: layer >= first)
     return llama.decoder(c, lambda layer: llama.attention(c, bias=True, out_bias=False, mask=masks[layer]))
 
 
 names = llama.names
 
 
-def layer_masks(c: Config) -> list[Mask]:
-    """The mask of each layer: a window from `max_window_layers` on, or where `layer_types` says so, if windows are
-    used at all."""
+def layer_masks(c: Config, windowed: Callable[[int], bool]) -> list[Mask]:
+    """The mask of each layer: a window where `layer_types` says so, or else `windowed(layer)`, if windows are used at
+    all."""
     layers = c["num_hidden_layers"]
     if not c["use_sliding_window"] or c.get("sliding_window") is None:
-        c.ignore("sliding_window", "max_window_layers")
+        c.ignore("sliding_window")
         if "sliding_attention" in c.get("layer_types", []):
             raise c.wrong("layer_types", "full_attention alone, because use_sliding_window is not set")
         return c.masks(["full_attention"] * layers)
-    first = c["max_window_layers"]
-    return c.masks(["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)])
+    return c.masks(["sliding_attention" if windowed(layer) else "full_attention" for layer in range(layers)])

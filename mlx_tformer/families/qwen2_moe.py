@@ -20,13 +20,14 @@ ABSENT = {
 
 
 def model(c: Config) -> LM:
-    dim, act, bias, masks = c["hidden_size"], c.get("hidden_act", "silu"), c.get("qkv_bias", True), qwen2.layer_masks(c)
-    shared = c["shared_expert_intermediate_size"]
+    dim, act, bias = c["hidden_size"], c.get("hidden_act", "silu"), c.get("qkv_bias", True)
+    shared, last = c["shared_expert_intermediate_size"], c["max_window_layers"]
+    masks = qwen2.layer_masks(c, lambda layer: layer % 2 == 0 and layer < last)
 
     def mlp(layer: int) -> Module:
         if not sparse(c, layer):
             return GatedMlp(dim, c["intermediate_size"], act)
-        return mixture(c, shared=GatedMlp(dim, shared, act), shared_gate=Linear(dim, 1, bias=False))
+        return mixture(c, c["num_experts"], shared=GatedMlp(dim, shared, act), shared_gate=Linear(dim, 1, bias=False))
 
     c.ignore("num_local_experts", "intermediate_size")
     return llama.decoder(c, lambda layer: llama.attention(c, bias=bias, out_bias=False, mask=masks[layer]), mlp_of=mlp)
@@ -37,10 +38,10 @@ def sparse(c: Config, layer: int) -> bool:
     return layer not in c.get("mlp_only_layers", []) and (layer + 1) % c["decoder_sparse_step"] == 0
 
 
-def mixture(c: Config, *, shared: Module | None = None, shared_gate: Linear | None = None) -> Mixture:
-    """The experts of a layer, with a softmax over all of them."""
-    dim, count = c["hidden_size"], c.get("num_local_experts", c["num_experts"])
-    router = Router(dim, count, c["num_experts_per_tok"], normalise=c["norm_topk_prob"])
+def mixture(c: Config, count: int, *, shared: Module | None = None, shared_gate: Linear | None = None) -> Mixture:
+    """`count` experts for a layer, with a softmax over all of them."""
+    dim = c["hidden_size"]
+    router = Router(dim, count, c.chosen(count), normalise=c["norm_topk_prob"])
     experts = Experts(dim, c["moe_intermediate_size"], count, act=c.get("hidden_act", "silu"))
     return Mixture(router, experts, shared=shared, shared_gate=shared_gate)
 

@@ -9,7 +9,8 @@ ABSENT = {**qwen2.ABSENT, "head_dim": 128}
 
 
 def model(c: Config) -> LM:
-    bias, masks = c.get("attention_bias", False), qwen2.layer_masks(c)
+    bias, first = c.get("attention_bias", False), c["max_window_layers"]
+    masks = qwen2.layer_masks(c, lambda layer: layer >= first)
     return llama.decoder(c, lambda layer: llama.attention(c, bias=bias, out_bias=bias, mask=masks[layer], qk_norm=True))
 
 

@@ -4,6 +4,7 @@ from ..config import Config
 from ..names import Names
 from ..nn import LM, Causal, GatedMlp, Window
 from ..nn.tap import Module
+from ..settings import Other
 from . import llama, qwen2, qwen2_moe, qwen3
 
 ABSENT = {
@@ -11,9 +12,9 @@ ABSENT = {
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
-    "num_experts": 128,
     "num_experts_per_tok": 8,
     "num_key_value_heads": 4,
+    "num_local_experts": Other("num_experts", 128),
 }
 
 
@@ -24,7 +25,7 @@ def model(c: Config) -> LM:
 
     def mlp(layer: int) -> Module:
         if qwen2_moe.sparse(c, layer):
-            return qwen2_moe.mixture(c)
+            return qwen2_moe.mixture(c, c["num_local_experts"])
         return GatedMlp(c["hidden_size"], c["intermediate_size"], c.get("hidden_act", "silu"))
 
     return llama.decoder(

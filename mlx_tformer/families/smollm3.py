@@ -18,8 +18,9 @@ def model(c: Config) -> LM:
     turning = c.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(layers)])
     if len(turning) != layers:
         raise c.wrong("no_rope_layers", f"{layers} entries, one for each layer")
-    masks = c.masks(["full_attention"] * layers)
-    c.ignore("use_sliding_window", "sliding_window", "max_window_layers")
+    windowed = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
+    masks = c.masks(["sliding_attention" if windowed and not turns else "full_attention" for turns in turning])
+    c.ignore("sliding_window", "max_window_layers")
 
     def attention(layer: int) -> Attention:
         position = None if turning[layer] else Position()

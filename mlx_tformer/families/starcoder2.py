@@ -1,7 +1,7 @@
 """StarCoder 2: layer norms, a plain MLP, biases everywhere, and a window where one is given."""
 
 from ..config import Config
-from ..names import Names
+from ..names import Names, first
 from ..nn import LM, Attention, Block, Causal, Embed, LayerNorm, Mlp, Residual, Stack, Window
 from . import llama
 
@@ -33,7 +33,8 @@ def model(c: Config) -> LM:
 
 
 def names(c: Config) -> Names:
-    return llama.names(c) | {
+    own: Names = {
         "model.layers.{}.mlp.c_fc": "decoder.layers.{}.mlp.op.up",
         "model.layers.{}.mlp.c_proj": "decoder.layers.{}.mlp.op.down",
     }
+    return first(own, llama.names(c))

@@ -48,7 +48,7 @@ class Context:
         this."""
         at = (id(position), keys)
         if at not in self._biases:
-            self._biases[at] = position.bias(*self._ranges(keys))
+            self._biases[at] = position.bias(*self._ranges(keys), self.left)
         return self._biases[at]
 
     def _ranges(self, keys: int) -> tuple[range, range]:

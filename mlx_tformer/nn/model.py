@@ -32,6 +32,9 @@ class Embed(Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
         self.vocab, self.scale = vocab, scale
+        self.dtype: mx.Dtype | None = None
+        """What the vectors are made into, if they do not come so: packed ones with scales of 8 bits are bfloat16, which
+        holds them exactly, whatever the model computes in."""
         if positions is not None:
             self.positions = positions
         self.has_positions = positions is not None
@@ -39,7 +42,8 @@ class Embed(Module):
         self.into = nn.Identity() if into is None else into
 
     def __call__(self, ids: mx.array, ctx: Context) -> mx.array:
-        x = self.into(self.tokens(ids))
+        x = self.tokens(ids)
+        x = self.into(x if self.dtype is None else x.astype(self.dtype))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
         if self.has_positions:
             x = x + self.positions(ids.shape[1], ctx.offset)

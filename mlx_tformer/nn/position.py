@@ -221,8 +221,12 @@ class Position(Module):
         """Queries (B, H, L, D) and keys (B, K, L, D) as their positions turn them; for the rest see `rotate`."""
         return self.rotate(q, offset, context), self.rotate(k, offset, context)
 
-    def bias(self, queries: range, keys: range) -> mx.array | None:
-        """What is added to the scores of these queries and keys, (H, L, S), or None."""
+    def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array | None:
+        """What is added to the scores of these queries and keys, (H, L, S), or None.
+
+        `left` (B,) counts the padding in front of each row; a position for which more counts than the distance
+        gives (B, H, L, S).
+        """
         return None
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
@@ -280,15 +284,14 @@ class Alibi(Position):
     """A penalty for distance, steeper for the earlier heads (Press et al. 2021, arXiv 2108.12409).
 
     The slopes of a number of heads that is no power of two are those of the power below and every other one of the
-    power above. `most` is the bias of the first head times -1 at a distance of one (MPT's `alibi_bias_max`:
-    2^-(most / heads)).
+    power above.
     """
 
-    def __init__(self, heads: int, most: float = 8.0):
+    def __init__(self, heads: int):
         super().__init__()
-        self.slopes = alibi_slopes(heads, most)
+        self.slopes = alibi_slopes(heads)
 
-    def bias(self, queries: range, keys: range) -> mx.array:
+    def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array:
         distance = mx.arange(keys.start, keys.stop) - mx.arange(queries.start, queries.stop)[:, None]
         return mx.array(self.slopes)[:, None, None] * distance.astype(mx.float32)
 
@@ -296,15 +299,15 @@ class Alibi(Position):
         return f"ALiBi over {len(self.slopes)} heads"
 
 
-def alibi_slopes(heads: int, most: float = 8.0) -> tuple[float, ...]:
+def alibi_slopes(heads: int) -> tuple[float, ...]:
     """The slope of each head.
 
     >>> alibi_slopes(4)
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
     near = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-most * (i + 1) / near) for i in range(near)]
-    between = [2 ** (-most * (2 * i + 1) / (2 * near)) for i in range(heads - near)]
+    slopes = [2 ** (-8 * (i + 1) / near) for i in range(near)]
+    between = [2 ** (-8 * (2 * i + 1) / (2 * near)) for i in range(heads - near)]
     return tuple(slopes + between)
 
 

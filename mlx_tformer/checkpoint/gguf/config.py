@@ -1,78 +1,35 @@
 """From GGUF's metadata and tensor names to a Hugging Face config and Hugging Face names.
 
-An architecture is a row of data: `general.architecture`, the `model_type` whose family computes it, and what its
-modules are called. The keys are those of the ggml project's `docs/gguf.md`; `{arch}.` keys that are not understood
-are refused unless they stand at a value that changes nothing.
+`architectures` has a row of data for each `general.architecture`. The keys are those of the ggml project's
+`docs/gguf.md`; `{arch}.` keys that are not understood are refused unless they stand at a value that changes nothing.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from math import nextafter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import BadInput
+from .architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
 from .container import TensorInfo, brief, shown
 from .fields import Fields
 from .rope import FREQUENCY_TENSORS, rope_parameters
 
-_LAYER = "model.layers.{}."
-_DECODER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{}.attn_norm": _LAYER + "input_layernorm",
-    "blk.{}.attn_q": _LAYER + "self_attn.q_proj",
-    "blk.{}.attn_k": _LAYER + "self_attn.k_proj",
-    "blk.{}.attn_v": _LAYER + "self_attn.v_proj",
-    "blk.{}.attn_output": _LAYER + "self_attn.o_proj",
-    "blk.{}.ffn_norm": _LAYER + "post_attention_layernorm",
-    "blk.{}.ffn_gate": _LAYER + "mlp.gate_proj",
-    "blk.{}.ffn_up": _LAYER + "mlp.up_proj",
-    "blk.{}.ffn_down": _LAYER + "mlp.down_proj",
-}
-_QK_NORMS = {
-    "blk.{}.attn_q_norm": _LAYER + "self_attn.q_norm",
-    "blk.{}.attn_k_norm": _LAYER + "self_attn.k_norm",
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What a `general.architecture` of llama.cpp is in Hugging Face's terms."""
-
-    model_type: str
-    names: Mapping[str, str]
-    """Modules: theirs -> Hugging Face's, `{}` for the number of the layer."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Config keys that the architecture implies."""
-    biases: Mapping[str, str] = field(default_factory=dict)
-    """Config key -> the tensor whose presence makes it true."""
-    interleaved: bool = False
-    """True if the rows of q and k are stored so that neighbours turn together (the original Llama order)."""
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        "llama",
-        _DECODER,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
-        interleaved=True,
-    ),
-    "qwen2": Architecture("qwen2", _DECODER, {"use_sliding_window": False}),
-    "qwen3": Architecture(
-        "qwen3", {**_DECODER, **_QK_NORMS}, {"use_sliding_window": False}, {"attention_bias": "blk.0.attn_q.bias"}
-    ),
-}
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]*)(?=\.|$)")
 
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
     "expert_count": 0,
+    "expert_gating_func": 1,  # softmax
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
     "expert_used_count": 0,
+    "expert_weights_scale": 1.0,
     "pooling_type": 0,
     "tensor_data_layout": "Meta AI original pth",
     "use_parallel_residual": False,
@@ -93,6 +50,8 @@ def architecture(path: Path, metadata: dict[str, Any]) -> Architecture:
     name = general.text("architecture")
     if name not in ARCHITECTURES:
         raise general.wrong("architecture", f"one of {', '.join(sorted(ARCHITECTURES))}")
+    if name in WITH_EXPERTS and Fields(path, metadata, f"{name}.").whole("expert_count", 0, least=0) > 0:
+        return WITH_EXPERTS[name]
     return ARCHITECTURES[name]
 
 
@@ -106,12 +65,12 @@ def hugging_face_names(path: Path, arch: Architecture, tensors: Iterable[str]) -
         if name in FREQUENCY_TENSORS:
             continue
         module, _, leaf = name.rpartition(".")
-        template = re.sub(r"^blk\.(?:0|[1-9][0-9]*)\.", "blk.{}.", module)
-        if template not in arch.names or leaf not in ("weight", "bias"):
+        numbers = _NUMBER.findall(module)
+        template = _NUMBER.sub("{}", module)
+        if template not in arch.names or leaf not in ("weight", "bias") or template.count("{}") != len(numbers):
             unknown.append(shown(name))
             continue
-        layer = module.split(".")[1] if template != module else ""
-        names[name] = f"{arch.names[template].format(layer)}.{leaf}"
+        names[name] = f"{arch.names[template].format(*numbers)}.{leaf}"
     if unknown:
         listed = ", ".join(unknown[:20]) + (f" and {len(unknown) - 20} more" if len(unknown) > 20 else "")
         raise BadInput(f"tensors that {arch.model_type} does not have: {listed}", file=path)
@@ -130,42 +89,58 @@ def config(
     Raises BadInput for a key that is missing, not as expected, or not understood.
     """
     fields = Fields(path, metadata, f"{metadata['general.architecture']}.")
-    values = {"model_type": arch.model_type, "hidden_act": "silu", **_sizes(fields), **arch.constants}
+    sizes = _sizes(fields, arch.partial)
+    values = {"model_type": arch.model_type, "hidden_act": "silu", **sizes, **arch.constants}
     values["num_hidden_layers"] = _layers(fields, tensors)
     values["vocab_size"] = _vocabulary(fields, tensors)
-    values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon")
-    values["rope_parameters"] = rope_parameters(fields, values["head_dim"], divisors)
+    values[arch.eps[0]] = fields.number(arch.eps[1])
+    values["rope_parameters"] = _rotary(fields, values["head_dim"], divisors)
     values["tie_word_embeddings"] = "output.weight" not in tensors
     values |= {key: tensor in tensors for key, tensor in arch.biases.items()}
+    for reading in arch.readings:
+        values |= reading(fields, values)
     _refuse_unread(fields)
     return values | token_ids(path, metadata, values["vocab_size"])
 
 
-def _sizes(fields: Fields) -> dict[str, int]:
+def _sizes(fields: Fields, partial: bool) -> dict[str, int]:
     dim, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
-    head_dim = _head_dim(fields, dim, heads)
     return {
         "hidden_size": dim,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "head_dim": _head_dim(fields, dim, heads, partial),
         "intermediate_size": fields.whole("feed_forward_length"),
         "max_position_embeddings": fields.whole("context_length"),
     }
 
 
-def _head_dim(fields: Fields, dim: int, heads: int) -> int:
-    """Features of a head of q, k and v alike, all of which turn."""
-    if not fields.has("attention.key_length") and not fields.has("rope.dimension_count") and dim % heads:
+def _head_dim(fields: Fields, dim: int, heads: int, partial: bool) -> int:
+    """Features of a head of q, k and v alike; all of them turn unless `partial`, where their number alone says less."""
+    turning = fields.has("rope.dimension_count") and not partial
+    if not fields.has("attention.key_length") and not turning and dim % heads:
         raise fields.wrong("attention.head_count", f"a divisor of embedding_length ({dim})")
-    rotary = fields.whole("rope.dimension_count", dim // heads or 1)
-    head_dim = fields.whole("attention.key_length", rotary)
-    for key in ("rope.dimension_count", "attention.value_length"):
+    implied = fields.whole("rope.dimension_count") if turning else dim // heads or 1
+    head_dim = fields.whole("attention.key_length", implied)
+    for key in ("attention.value_length",) if partial else ("rope.dimension_count", "attention.value_length"):
         if fields.whole(key, head_dim) != head_dim:
             raise fields.wrong(key, f"{head_dim}, the features of a head")
     if head_dim % 2:
         raise fields.wrong("attention.key_length", f"an even number of features ({head_dim})")
     return head_dim
+
+
+def _rotary(fields: Fields, head_dim: int, divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """`rope_parameters`, with the share of a head that turns if that is not all of it."""
+    turning = fields.whole("rope.dimension_count", head_dim)
+    if turning > head_dim or turning % 2:
+        raise fields.wrong("rope.dimension_count", f"an even number up to {head_dim}, the features of a head")
+    parameters = rope_parameters(fields, turning, divisors)
+    if turning == head_dim:
+        return parameters
+    share = turning / head_dim
+    # Whoever multiplies again and cuts off must not lose a feature to rounding.
+    return {**parameters, "partial_rotary_factor": share if int(head_dim * share) == turning else nextafter(share, 1)}
 
 
 def _layers(fields: Fields, tensors: Iterable[str]) -> int:

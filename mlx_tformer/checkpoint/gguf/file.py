@@ -1,8 +1,8 @@
 """A GGUF file as if it were a Hugging Face folder: config, tensors under Hugging Face's names, tokenizer files.
 
 `mx.load` is not used: it ends the process on many broken files. The parts: `container` checks the file,
-`blocks` decodes numbers, `config` and `rope` translate the metadata, `tokenizer` writes a
-tokenizer.json.
+`blocks` decodes numbers, `config` and `rope` translate the metadata by the rows of `architectures`, `tokenizer`
+writes a tokenizer.json.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,16 @@ _SCAN_ROWS = 1 << 14
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a tensor comes from: a tensor of the file, the part of it, and the order of its rows if that changes."""
+    """Where a tensor comes from: a tensor of the file, the part of it, and what has to be done to its values."""
 
     info: TensorInfo
     part: str = "dense"
-    order: tuple[int, int] | None = None  # heads, head_dim
+    order: tuple[int, int] | None = None
+    """Heads and head_dim, if the rows are in another order."""
+    shifted: bool = False
+    """True for a norm that is stored as what it multiplies by; what counts here is one less."""
+    single: bool = False
+    """True for a matrix of one row that is stored as a vector."""
 
 
 class GgufFile:
@@ -40,6 +45,7 @@ class GgufFile:
     Matrices in Q4_0, Q4_1 and Q8_0 come as MLX's packed form, `X.weight` (uint32), `X.scales` and `X.biases`
     (float16), without any change of a value; a matrix whose biases would overflow float16 is dense. Everything else
     is dense: F32, F16 and BF16 in their own dtype, all other types as float32, which is what ggml defines them to be.
+    Gemma's norms have 1 subtracted again, in float32. Stacked experts, (E, out, in), are as any matrix.
     `packed=False` makes every tensor dense.
 
     Raises BadInput, one line that names the key or the tensor, for a file that is broken or not understood, and
@@ -98,6 +104,8 @@ class GgufFile:
         if len(shape) > 1:
             return blocks.to_dense(_reorder(raw, source.order), kind).reshape(shape)
         values = blocks.to_dense(raw, kind).reshape(shape)
+        if source.shifted:
+            values = values.astype(mx.float32) - 1
         return values if source.order is None else values[mx.array(settings.rotary_rows(*source.order))]
 
     def tokenizer_files(self) -> dict[str, str]:
@@ -133,7 +141,8 @@ class GgufFile:
         module = name.rsplit(".", 2)[-2]
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         if not self._arch.interleaved or module not in counts:
-            return _Source(info)
+            shifted = self._arch.shifted and name.endswith("norm.weight")
+            return _Source(info, shifted=shifted, single=module in self._arch.single)
         heads, head_dim = self.config[counts[module]], self.config["head_dim"]
         settings.check_rotary_rows(self.path, info, heads, head_dim)
         return _Source(info, order=(heads, head_dim))
@@ -142,7 +151,8 @@ class GgufFile:
         shape, kind = source.info.shape, source.info.type.name
         match source.part:
             case "dense":
-                return Tensor(shape, blocks.dense_dtype(kind))
+                whole = (1, *shape) if source.single and len(shape) == 1 else shape
+                return Tensor(whole, mx.float32 if source.shifted else blocks.dense_dtype(kind))
             case "weight":
                 return Tensor((*shape[:-1], shape[-1] * blocks.PACKED_BITS[kind] // 32), mx.uint32)
         return Tensor((*shape[:-1], shape[-1] // blocks.GROUP_SIZE), mx.float16)

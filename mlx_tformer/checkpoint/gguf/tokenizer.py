@@ -25,11 +25,13 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(after)s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(after)s"
+    r"|\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN = _CASED % {"after": "", "digits": ""}
+_GPT4O = _CASED % {"after": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": "{1,3}"}
 
 
 def _split(pattern: str) -> dict[str, Any]:
@@ -56,17 +58,21 @@ class PreTokenizer:
 
 _LLAMA3 = PreTokenizer((_split(_GPT4 % "{1,3}"),), whole_words=True, add_bos=True)
 _QWEN2 = _split(_GPT4 % "")
+_DIGITS = PreTokenizer(({"type": "Digits", "individual_digits": True},), gpt2=True)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer(tuple(_split(pattern) for pattern in _DEFAULT)),
+    "dbrx": PreTokenizer((_split(_GPT4 % "{1,3}"),)),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "gpt-2": PreTokenizer(gpt2=True),
+    "gpt-4o": PreTokenizer((_split(_GPT4O),)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),
-    "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True},), gpt2=True),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
     "tekken": PreTokenizer((_split(_TEKKEN),), whole_words=True, add_bos=True),
 }
 
@@ -116,12 +122,17 @@ class Vocabulary:
 
     def added_tokens(self) -> list[dict[str, Any]]:
         """Control tokens are special; those that a user defined are found in text but are not special."""
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        flags = {"single_word": False, "lstrip": False, "normalized": False}
         return [
-            {"id": index, "content": token, **flags, "special": kind != USER_DEFINED}
+            {"id": index, "content": token, **flags, "rstrip": self._strips(token), "special": kind != USER_DEFINED}
             for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if token and kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
+
+    def _strips(self, token: str) -> bool:
+        """True for a token that takes the space behind it along, which no file says; Phi-3's do."""
+        phi3 = self.metadata.get("general.architecture") == "phi3" and self.fields.get("model") == "llama"
+        return phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
 
     def frame(self, default_bos: bool) -> dict[str, Any] | None:
         """The post-processor that puts bos before and eos behind, None if there is nothing to put."""

@@ -1,0 +1,248 @@
+"""Do two checkpoints compute the same? Their logits on one prompt, and their weights module by module.
+
+One model is in memory at a time, and of the weights some rows of both.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import BadInput, Mismatch, UsageError
+from ..lm import LanguageModel
+from ..names import summary
+from .load import load, stored_dtype
+from .open import open_source
+from .plan import Plan, Recipe, plan, shapes, unpacked
+from .source import Source, Tensor
+
+TEXT = (
+    "In the year 1687 Isaac Newton wrote that every body attracts every other with a force that falls as the square of "
+    "the distance between them. Does it hold for light? def f(x): return x**2 + 3*x - 1  # Ça dépend, 光も曲がる."
+)
+"""The prompt, if nothing is said: prose, numbers, code, and letters of several scripts."""
+TOKENS = 64
+"""How long a prompt is that is made up for want of a tokenizer."""
+EXACT, ROUNDED, QUANTIZED = 1e-6, 1e-3, 0.1
+"""Limits of the mean KL divergence, in nats: for weights that are stored alike, in another dtype, or packed otherwise.
+
+The same weights give 0; four bits cost a good model some hundredths."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far two checkpoints are apart."""
+
+    a: str
+    b: str
+    tokens: int
+    """Positions at which logits were compared."""
+    largest_error: float
+    """The largest difference between two logits."""
+    deviation: float
+    """Standard deviation of the logits of `a`, to hold the largest error against."""
+    mean_kl: float
+    """KL divergence of the next-token distribution of `b` from that of `a`, mean over the positions, in nats."""
+    top1: float
+    """Share of the positions at which both find the same token most likely."""
+    limit: float
+    """What `mean_kl` may be."""
+    modules: dict[str, float] = field(default_factory=dict)
+    """Relative error of the weights of each module, |a - b| / |a|, the worst first."""
+
+    @property
+    def passed(self) -> bool:
+        """True if the mean KL divergence is within the limit; never for logits that are not finite."""
+        return self.mean_kl <= self.limit
+
+    def check(self) -> None:
+        """Raise Mismatch, unless it passed."""
+        if self.passed:
+            return
+        found = f"mean KL divergence {self.mean_kl:.3g} nats, more than {self.limit:g}"
+        worst = next(((path, error) for path, error in self.modules.items() if error > 0), None)
+        named = "the weights are equal" if worst is None else f"worst module {worst[0]} (relative error {worst[1]:.3g})"
+        raise Mismatch(f"{self.b} does not compute what {self.a} does: {found}; {named}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON; what is not finite is None."""
+        found = {name: _finite(value) for name, value in vars(self).items() if name != "modules"}
+        return {**found, "passed": self.passed, "modules": {path: _finite(e) for path, e in self.modules.items()}}
+
+
+def _finite(value: Any) -> Any:
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def verify(
+    a: str | Path,
+    b: str | Path,
+    *,
+    limit: float | None = None,
+    text: str | None = None,
+    ids: Sequence[int] | None = None,
+    dtype: str = "float32",
+    revision: str | None = None,
+) -> Verification:
+    """Compare two checkpoints of one model, such as a source `a` and what it was converted to, `b`.
+
+    limit: what the mean KL divergence may be, in nats (None: `EXACT`, `ROUNDED` or `QUANTIZED`, by how the two are
+    stored). text, ids: the prompt (None: `TEXT`, or ids from all over the vocabulary where there is no tokenizer).
+    dtype: what both compute in. revision: of `a` on the hub.
+
+    Raises UsageError for a prompt or a limit that cannot be, BadInput for checkpoints that are broken or of different
+    models, and MemoryRefusal for a model that does not fit in `dtype`. `Verification.check` raises for a mismatch.
+    """
+    if limit is not None and not 0 <= limit < math.inf:
+        raise UsageError(f"limit: found {limit}, expected a number of nats, 0 or more")
+    if text is not None and ids is not None:
+        raise UsageError("ids: found a text as well; give one of the two")
+    sides = [_Side.of(a, revision), _Side.of(b, None)]
+    _check_alike(*sides)
+    logits, tokens = _logits(a, dtype, text, ids, revision)
+    others, _ = _logits(b, dtype, None, tokens, None)
+    kl, top1 = _compared(logits, others)
+    return Verification(
+        a=str(a),
+        b=str(b),
+        tokens=len(tokens),
+        largest_error=float(np.abs(logits - others).max()),
+        deviation=float(logits.std()),
+        mean_kl=kl,
+        top1=top1,
+        limit=_limit(*sides) if limit is None else float(limit),
+        modules=_modules(*sides),
+    )
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of the two: its files, and how our tensors are made of them."""
+
+    source: Source
+    made: Plan
+
+    @classmethod
+    def of(cls, where: str | Path, revision: str | None) -> "_Side":
+        source = open_source(where, revision=revision)
+        return cls(source, plan(source))
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """How each tensor is made, all unpacked."""
+        found: dict[str, Recipe] = {}
+        for name, recipe in self.made.recipes.items():
+            module, _, leaf = name.rpartition(".")
+            how = self.made.quantization.get(module)
+            if how is None or leaf not in ("weight", "scales", "biases"):
+                found[name] = recipe
+            elif leaf == "weight":
+                found[name] = Recipe(recipe.pieces, {piece.source: how for piece in recipe.pieces})
+        return found
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, unpacked."""
+        ways, wanted = self.made.quantization, shapes(self.made.model)
+        packed = {f"{module}.weight": how for module, how in ways.items()}
+        return {name: unpacked(Tensor(wanted[name], mx.float32), packed.get(name)).shape for name in self.recipes}
+
+    @property
+    def floats(self) -> set[mx.Dtype]:
+        """The dtypes that its weights are stored in."""
+        found = {tensor.dtype for tensor in self.source.tensors.values()}
+        return {dtype for dtype in found if mx.issubdtype(dtype, mx.floating)} | {stored_dtype(self.source)}
+
+
+def _check_alike(a: _Side, b: _Side) -> None:
+    """Raise BadInput for two that are not of one model."""
+    if a.made.model.vocab != b.made.model.vocab:
+        problem = f"knows {b.made.model.vocab} ids, and {a.source.origin} {a.made.model.vocab}: they cannot be compared"
+        raise BadInput(problem, file=b.source.origin)
+    wanted, found = a.sizes, b.sizes
+    differ = sorted({name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)})
+    if differ:
+        problem = f"is another model than {a.source.origin}, with other shapes of {summary(differ)}"
+        raise BadInput(problem, file=b.source.origin)
+
+
+def _limit(a: _Side, b: _Side) -> float:
+    """What to allow, by how the two are stored."""
+    if a.made.quantization != b.made.quantization:
+        return QUANTIZED
+    return EXACT if a.floats == b.floats else ROUNDED
+
+
+def _logits(
+    where: str | Path, dtype: str, text: str | None, ids: Sequence[int] | None, revision: str | None
+) -> tuple[np.ndarray, list[int]]:
+    """Logits (L, V) in float32, and the ids of the prompt; the model is gone when this returns."""
+    lm = load(where, dtype, context=0, revision=revision)
+    tokens = (_prompt(lm, text) if ids is None else list(ids))[: lm.context]
+    if not tokens:
+        raise UsageError("ids: found none, expected a prompt")
+    logits = np.array(lm(mx.array([tokens]))[0].astype(mx.float32))
+    del lm
+    mx.clear_cache()
+    return logits, tokens
+
+
+def _prompt(lm: LanguageModel, text: str | None) -> list[int]:
+    """The ids of a text, or of the usual one; from all over the vocabulary where there is no tokenizer."""
+    if text is not None:
+        return list(lm.tokens(text))
+    found = [] if lm.tokenizer is None else [i for i in lm.tokens(TEXT) if i < lm.vocab]
+    return found or [(i * 2654435761 % 2**32) * lm.vocab >> 32 for i in range(1, TOKENS + 1)]
+
+
+def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The mean KL divergence and the share of positions with the same most likely token, of logits (L, V)."""
+    divergences, same = [], []
+    for x, y in zip(a.astype(np.float64), b.astype(np.float64), strict=True):
+        p, q = _log_softmax(x), _log_softmax(y)
+        divergences.append(float(np.sum(np.exp(p) * (p - q))))
+        same.append(float(np.argmax(x) == np.argmax(y)))
+    return float(np.mean(divergences)), float(np.mean(same))
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def _modules(a: _Side, b: _Side) -> dict[str, float]:
+    """The relative error of each module's weights, the worst first."""
+    squares: dict[str, list[float]] = {}
+    others = b.recipes
+    for name, recipe in a.recipes.items():
+        place = squares.setdefault(name.rpartition(".")[0], [0.0, 0.0, 0.0])
+        for x, y in _pairs(recipe.blocks(a.source), others[name].blocks(b.source)):
+            x, y = x.astype(mx.float32), y.astype(mx.float32)
+            sums: Any = mx.stack([mx.square(x - y).sum(), mx.square(x).sum(), mx.square(y).sum()]).tolist()
+            place[:] = [before + more for before, more in zip(place, sums, strict=True)]
+            mx.clear_cache()
+    errors = {path: _relative(*sums) for path, sums in squares.items()}
+    return dict(sorted(errors.items(), key=lambda item: (-item[1] if item[1] == item[1] else -math.inf, item[0])))
+
+
+def _relative(gap: float, a: float, b: float) -> float:
+    """|a - b| / |a| from the squares; against b where a is all zeros."""
+    return 0.0 if gap == 0 else math.sqrt(gap / (a or b))
+
+
+def _pairs(a: Iterable[mx.array], b: Iterable[mx.array]) -> Iterator[tuple[mx.array, mx.array]]:
+    """Equally long stretches of the values of two tensors of one shape, however they come in blocks."""
+    xs, ys = ((block.flatten() for block in blocks) for blocks in (a, b))
+    x = y = mx.zeros((0,))
+    while True:
+        x = x if x.size else next(xs, x)
+        y = y if y.size else next(ys, y)
+        size = min(x.size, y.size)
+        if size == 0:
+            return
+        yield x[:size], y[:size]
+        x, y = x[size:], y[size:]
