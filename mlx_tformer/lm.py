@@ -56,7 +56,8 @@ class LanguageModel:
         found = set() if self.tokenizer is None else set(self.tokenizer.end_ids)
         for settings in (self.generation_config, self.config.values):
             named = settings.get("eos_token_id")
-            found |= {named} if isinstance(named, int) else set(named or ())
+            several = named if isinstance(named, list) else [named]
+            found |= {index for index in several if isinstance(index, int) and not isinstance(index, bool)}
         return frozenset(found)
 
     @property

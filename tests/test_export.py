@@ -354,7 +354,7 @@ def test_a_tensor_that_the_family_has_no_name_for_is_refused(tmp_path: Path, mon
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = convert(GOLDEN / CASE, tmp_path / "ours").path
-    monkeypatch.setattr(exporting, "origins", lambda shapes, *_: dict.fromkeys(shapes, [exporting.Piece("one")]))
+    monkeypatch.setattr(exporting, "origins", lambda shapes, *_: {name: [exporting.Piece("one")] for name in shapes})
     refusal(BadInput, "one: stands for two tensors", of=lambda: export(ours, tmp_path / "theirs"))
 
 

@@ -154,7 +154,12 @@ def plan(source: Source) -> Plan:
 
 def build(kind: Family, config: Config) -> LM:
     """The module tree for a config, all of whose settings must be understood; allocates no weights."""
-    model = kind.model(config)
+    try:
+        model = kind.model(config)
+    except BadInput:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise BadInput(f"its settings do not go together: {error}", file=config.file) from None
     config.finish()
     return model
 

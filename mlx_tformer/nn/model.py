@@ -69,7 +69,7 @@ class SoftCap(Module):
 
     def __init__(self, cap: float):
         super().__init__()
-        self.cap = cap
+        self.cap = float(cap)
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.cap * mx.tanh(x / self.cap)
@@ -80,7 +80,7 @@ class Scaled(Module):
 
     def __init__(self, factor: float):
         super().__init__()
-        self.factor = factor
+        self.factor = float(factor)
 
     def __call__(self, x: mx.array) -> mx.array:
         return x * self.factor

@@ -67,6 +67,10 @@ class Router(Module):
         bias: bool = False,
     ):
         super().__init__()
+        if not 1 <= top <= count:
+            raise ValueError(f"a router cannot choose {top} of {count} experts")
+        if groups is not None and (count % groups.count or groups.keep > groups.count):
+            raise ValueError(f"{count} experts cannot be {groups.count} groups of which {groups.keep} are kept")
         self.weight = mx.zeros((count, dim))
         if bias:
             self.bias = mx.zeros((count,))
