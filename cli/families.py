@@ -25,10 +25,13 @@ def command(as_json: bool) -> None:
 
 
 def about() -> dict[str, str]:
-    """What each family says about itself, in alphabetical order."""
+    """What each family says about itself, in alphabetical order, and then whose language part can be used."""
+    from mlx_tformer.checkpoint.language_part import FAMILIES, KINDS
     from mlx_tformer.families import family, known
 
-    return {name: " ".join(family(name).about.split()) for name in known()}
+    found = {name: " ".join(family(name).about.split()) for name in known()}
+    parts = {kind: FAMILIES.get(text, text) for kind, text in KINDS.items() if kind not in found}
+    return found | {kind: f"The language part, which is {text}; images are left out." for kind, text in parts.items()}
 
 
 def table() -> str:

@@ -35,7 +35,7 @@ def command(a: str, b: str, ids: str | None, as_json: bool, **settings: Any) -> 
 
     Shown are the largest difference between two logits, the mean KL divergence of the next-token distributions in nats,
     how often both find the same token most likely, and the relative error of the weights of each module, the worst
-    first. A mean KL divergence above the limit ends the program with exit code 3. The limit is 1e-6 for weights that
+    first. A mean KL divergence above the limit ends the program with exit code 3. The limit is 1e-8 for weights that
     are stored alike, 0.001 for those in another dtype, and 0.1 where they are quantized otherwise.
 
     The two are loaded one after the other. --dtype bfloat16 halves the memory that this needs, and rounds.

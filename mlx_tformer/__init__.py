@@ -5,18 +5,25 @@ from .blas import preload
 preload()  # before anything imports mlx.core
 
 from .checkpoint.convert import Conversion, convert  # noqa: E402
+from .checkpoint.export import Export, export  # noqa: E402
 from .checkpoint.load import load  # noqa: E402
-from .errors import BadInput, InputOutputError, MlxTformerError, UsageError  # noqa: E402
+from .checkpoint.verify import Verification, verify  # noqa: E402
+from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
 from .lm import LanguageModel  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "Conversion",
+    "Export",
     "InputOutputError",
     "LanguageModel",
+    "Mismatch",
     "MlxTformerError",
     "UsageError",
+    "Verification",
     "convert",
+    "export",
     "load",
+    "verify",
 ]

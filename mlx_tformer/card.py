@@ -18,7 +18,20 @@ import mlx.nn as nn
 
 from . import memory
 from .errors import UsageError
-from .nn import LM, Attention, Block, GatedMlp, Identity, LayerNorm, Mlp, Parallel, Position, Residual, RMSNorm
+from .nn import (
+    LM,
+    Attention,
+    Block,
+    GatedMlp,
+    Identity,
+    LayerNorm,
+    Mlp,
+    NextToken,
+    Parallel,
+    Position,
+    Residual,
+    RMSNorm,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -212,6 +225,13 @@ def _(module: LM) -> int:
     return 0 if module.tied else (rows - 1) * dim
 
 
+@idle_parameters.register
+def _(module: NextToken) -> int:
+    # The model runs without it; what of it is idle anyway counts itself.
+    inside = sum(idle_parameters(m) for m in module.modules() if m is not module)
+    return memory.parameter_count(module) - inside
+
+
 @singledispatch
 def facts_of(op: object) -> Facts:
     """What a mechanism says about itself: `kind`, and more in numbers or in words."""
@@ -373,6 +393,17 @@ def _ledger(model: LM) -> Iterator[Section]:
     head = None if model.tied else model.head
     last = _lines(sizes, ("decoder.norm", "B L C", model.decoder.norm), ("logits", "B L V", head))
     yield Section("end", (), 1, tuple(last))
+    for number in range(model.depth):
+        yield Section(f"drafts.{number}", (), 1, tuple(_draft_lines(model.drafts[number], sizes)))
+
+
+def _draft_lines(part: NextToken, sizes: dict[str, int]) -> Iterator[Line]:
+    embed, head = (part.embed if part.has_embed else None), (part.head if part.has_head else None)
+    yield from _lines(sizes, ("embed.tokens", "B L C", embed), ("embed_norm", "B L C", part.embed_norm))
+    yield from _lines(sizes, ("hidden_norm", "B L C", part.hidden_norm), ("join", "B L C", part.join))
+    for line in _layer_lines(part.block, sizes["C"]):
+        yield replace(line, name=f"block.{line.name}")
+    yield from _lines(sizes, ("out", "B L C", None), ("norm", "B L C", part.norm), ("logits", "B L V", head))
 
 
 def _plain(value: Any) -> Any:

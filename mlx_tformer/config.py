@@ -7,9 +7,9 @@ that is not there.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import BadInput
 from .nn import (
@@ -29,6 +29,17 @@ from .nn import (
 from .settings import HARMLESS, HARMLESS_VALUES, MOST, ROPE_KEYS, RULES, Other
 
 
+class Stored(Protocol):
+    """The tensors of a checkpoint, for parts that no setting tells of."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What there is, by name."""
+
+    def repeats(self, module: str, of: str) -> bool:
+        """True if the tensors of a module are those of another one a second time."""
+
+
 class Config:
     """A checkpoint's config, read by a family: `c["hidden_size"]`, `c.get("head_dim", 64)`, `c.rope(64)`.
 
@@ -41,8 +52,8 @@ class Config:
     mlx_tformer.errors.BadInput: config.json: colour: found 'red', a setting that llama does not know
     """
 
-    def __init__(self, values: dict[str, Any], file: str = "config.json", stored: Iterable[str] = ()):
-        self.values, self.file, self._stored = values, file, frozenset(stored)
+    def __init__(self, values: dict[str, Any], file: str = "config.json", stored: Stored | None = None):
+        self.values, self.file, self._stored = values, file, stored
         self._read: set[str] = set()
         self._absent: dict[str, Any] = {}
 
@@ -53,8 +64,12 @@ class Config:
         return other
 
     def stores(self, *names: str) -> bool:
-        """True if the checkpoint has a tensor of one of these names: for parts that no setting tells of."""
-        return not self._stored.isdisjoint(names)
+        """True if the checkpoint has a tensor of one of these names."""
+        return self._stored is not None and any(name in self._stored.tensors for name in names)
+
+    def repeats(self, module: str, of: str) -> bool:
+        """True if the checkpoint stores the weights of a module and they are those of another one; reads them."""
+        return self._stored is not None and self._stored.repeats(module, of)
 
     @property
     def model_type(self) -> str:
@@ -112,6 +127,13 @@ class Config:
             raise self.wrong("layer_types", f"{layers} entries, one for each layer")
         return [self._mask(kind) for kind in kinds]
 
+    def head_dim(self, dim: str, heads: str) -> int:
+        """Features of a head where heads share those of the model."""
+        if self[dim] % self[heads]:
+            raise self.wrong(heads, f"a divisor of {dim} ({self[dim]})")
+        features: int = self[dim] // self[heads]
+        return features
+
     def chosen(self, experts: int) -> int:
         """How many of so many experts a token goes through."""
         top: int = self["num_experts_per_tok"]
@@ -135,6 +157,8 @@ class Config:
 
     def wrong(self, key: str, expected: str) -> BadInput:
         """The error for a value that is not as expected."""
+        absent = self._absent.get(key)
+        key = absent.key if isinstance(absent, Other) and absent.key in self.values else key
         if key not in self.values:
             return BadInput(f"missing, expected {expected}", file=self.file, field=key)
         return BadInput(f"found {_short(self.values[key])}, expected {expected}", file=self.file, field=key)
@@ -257,8 +281,8 @@ def _yarn(t: RopeTable) -> Scaling:
 def _llama3(t: RopeTable) -> Scaling:
     found = t.take("factor", "low_freq_factor", "high_freq_factor", optional=("original_max_position_embeddings",))
     low, high = found["low_freq_factor"], found["high_freq_factor"]
-    if high <= low:
-        problem = f"found {_short(high)}, expected more than low_freq_factor ({_short(low)})"
+    if high < low:
+        problem = f"found {_short(high)}, expected low_freq_factor ({_short(low)}) or more"
         raise BadInput(problem, file=t.config.file, field=f"{t.config.rope_field}.high_freq_factor")
     return Llama3(found["factor"], low, high, t.trained)
 

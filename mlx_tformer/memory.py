@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .errors import MlxTformerError, UsageError
-from .nn import Stateful
+from .nn import stateful
 from .nn.moe import QuantizedExpertLinear
 
 CGROUPS, MEMBERSHIP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
@@ -119,14 +119,14 @@ def kv_bytes(model: nn.Module, tokens: int, dtype: mx.Dtype) -> int:
     """
     if tokens < 0:
         raise UsageError(f"tokens: found {tokens}, expected 0 or more")
-    return sum(m.state_bytes(tokens, dtype) for m in model.modules() if isinstance(m, Stateful))
+    return sum(m.state_bytes(tokens, dtype) for m in stateful(model))
 
 
 def tokens_that_fit(model: nn.Module, budget: int, most: int, dtype: mx.Dtype) -> int:
     """The longest text, of at most `most` tokens, whose cache needs no more than `budget` bytes."""
-    stateful = [m for m in model.modules() if isinstance(m, Stateful)]
+    remembering = stateful(model)
     lengths = range(min(most + 1, sys.maxsize))
-    return max(bisect_right(lengths, budget, key=lambda n: sum(m.state_bytes(n, dtype) for m in stateful)) - 1, 0)
+    return max(bisect_right(lengths, budget, key=lambda n: sum(m.state_bytes(n, dtype) for m in remembering)) - 1, 0)
 
 
 def check_fits(model: nn.Module, *, tokens: int, dtype: mx.Dtype, device: Memory | None = None) -> None:

@@ -1,7 +1,8 @@
 """Checkpoint names -> our names, as data that works in both directions.
 
-A family's table pairs the checkpoint's modules with ours; `{}` stands for one number. A pair moves all the leaves
-of a module (weight, bias, and the scales of a quantized one). The right side is a path of ours, or a rule:
+A family's table pairs the checkpoint's modules with ours; `{}` stands for one number, of which the first may be
+spelled out. A pair moves all the leaves of a module (weight, bias, and the scales of a quantized one). The right side
+is a path of ours, or a rule:
 
 * `Rows(path, i, sizes)`: these are the rows of part i of a joined matrix, as q, k and v are parts of `qkv`;
 * `Expert(path, i, sizes)`: the same for one of many experts, which the last number of the name counts, in a stacked
@@ -14,7 +15,7 @@ tensor;
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import mlx.core as mx
@@ -183,6 +184,17 @@ def first(own: Names, others: Names) -> Names:
     return own | {name: rule for name, rule in others.items() if name not in own}
 
 
+def moved_to(rule: Rule, old: str, new: str) -> Rule:
+    """The same rule for a module that stands at another path.
+
+    >>> moved_to(Rows("layers.{}.qkv", 0, (1, 1)), "layers.{}", "extra")
+    Rows(to='extra.qkv', part=0, of=(1, 1), axis=0)
+    """
+    if isinstance(rule, Drop):
+        return rule
+    return rule.replace(old, new, 1) if isinstance(rule, str) else replace(rule, to=rule.to.replace(old, new, 1))
+
+
 @dataclass(frozen=True)
 class Piece:
     """One source tensor's place within a target tensor: part `part` of `of` along `axis`, of one expert or of the
@@ -242,17 +254,27 @@ def assign(tensors: Iterable[str], names: Names) -> Assignment:
 
 
 def _rule_for(name: str, names: Names) -> tuple[Rule, list[str], str] | None:
-    """The rule for a tensor, the numbers in its name, and its leaf (`.weight`, or "" where the rule names the tensor
-    itself)."""
-    template, numbers = templated(name)
-    if template.count("{}") != len(numbers):
-        return None  # braces of the name's own
-    module, _, leaf = template.rpartition(".")
-    if template in names:
-        return names[template], numbers, ""
-    if module in names:
-        return names[module], numbers, f".{leaf}"
+    """The rule for a tensor, the numbers in its name that are not spelled out there, and its leaf (`.weight`, or ""
+    where the rule names the tensor itself)."""
+    for template, numbers in readings(name):
+        if template.count("{}") != len(numbers):
+            return None  # braces of the name's own
+        module, _, leaf = template.rpartition(".")
+        if template in names:
+            return names[template], numbers, ""
+        if module in names:
+            return names[module], numbers, f".{leaf}"
     return None
+
+
+def readings(name: str) -> list[tuple[str, list[str]]]:
+    """The ways in which a table may write a name: with its first number, as that of one layer, and without any.
+
+    >>> readings("model.layers.61.mlp.experts.3.w1")[0]
+    ('model.layers.61.mlp.experts.{}.w1', ['3'])
+    """
+    template, numbers = templated(name)
+    return [(template.replace("{}", numbers[0], 1), numbers[1:]), (template, numbers)] if numbers else [(name, [])]
 
 
 def templated(name: str) -> tuple[str, list[str]]:

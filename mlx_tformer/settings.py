@@ -167,7 +167,8 @@ RULES: dict[str, Rule] = {
 HARMLESS = frozenset(
     {
         "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
-        "_from_model_config", "_name_or_path", "add_cross_attention", "architectures", "attention_dropout",
+        "_from_model_config", "_name_or_path", "activation_dropout", "add_cross_attention", "architectures",
+        "attention_dropout",
         "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "bad_words_ids", "begin_suppress_tokens",
         "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "classifier_dropout",
         "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dropout",

@@ -174,6 +174,18 @@ def fp8_blocks(block: tuple[int, int], leaf: str = "weight_scale_inv", code: str
     return encode
 
 
+def fp8_powers(code: str | None) -> Encoder:
+    """Scales that are powers of two, as bytes that say so or, with None, as any bytes."""
+
+    def encode(random: np.random.Generator, rows: int, width: int) -> tuple[dict[str, Any], Array]:
+        stored, _ = fp8_blocks((64, 64))(random, rows, width)
+        powers = random.integers(116, 120, stored["weight_scale_inv"].shape, dtype=np.uint8)
+        values = by_block(stored["weight"][1], 2.0 ** (powers - 127.0), (64, 64))
+        return stored | {"weight_scale_inv": powers if code is None else (code, powers)}, values
+
+    return encode
+
+
 def fp8_rows(shape: Callable[[int], tuple[int, ...]], leaf: str) -> Encoder:
     def encode(random: np.random.Generator, rows: int, width: int) -> tuple[dict[str, Any], Array]:
         stored, _ = fp8_blocks((1, width))(random, rows, width)
@@ -252,6 +264,12 @@ FORMATS: dict[str, tuple[Encoder, dict[str, Any], int | None]] = {
     "fp8 of the other kind": (
         fp8_blocks((64, 64), code="F8_E5M2"),
         FP8 | {"fmt": "e5m2", "weight_block_size": [64, 64]},
+        None,
+    ),
+    "fp8 with powers of two": (fp8_powers("F8_E8M0"), FP8 | {"weight_block_size": [64, 64]}, None),
+    "fp8 with powers of two in bytes": (
+        fp8_powers(None),
+        FP8 | {"weight_block_size": [64, 64], "scale_fmt": "ue8m0"},
         None,
     ),
     "fp8 with one scale": (fp8_rows(lambda rows: (), "weight_scale"), FP8, None),

@@ -77,8 +77,21 @@ def rotate(x: Array, positions: Array, speeds: Array, *, interleaved: bool = Fal
     return out
 
 
-def attention(q: Array, k: Array, v: Array, scale: float, sees: Array) -> tuple[Array, Array]:
-    """Outputs (B, H, L, D) and patterns (B, H, L, S) where `sees` (B, L, S) holds; a row without any gives zeros."""
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    sees: Array,
+    *,
+    bias: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """Outputs (B, H, L, D) and patterns (B, H, L, S) where `sees` (B, L, S) holds; a row without any gives zeros.
+
+    bias (B, H, L, S) is added to the scores, which `softcap` bounds before; sinks (H,) are scores that add nothing.
+    """
     batch, heads, queries, _ = q.shape
     share = heads // k.shape[1]
     z, pattern = np.zeros((*q.shape[:3], v.shape[3])), np.zeros((batch, heads, queries, k.shape[2]))
@@ -87,7 +100,10 @@ def attention(q: Array, k: Array, v: Array, scale: float, sees: Array) -> tuple[
         if not keys.size:
             continue
         scores = scale * (k[b, h // share, keys] @ q[b, h, i])
-        weights = np.exp(scores - scores.max())
-        pattern[b, h, i, keys] = weights / weights.sum()
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        scores = scores if bias is None else scores + bias[b, h, i, keys]
+        top = scores.max() if sinks is None else max(scores.max(), sinks[h])
+        weights = np.exp(scores - top)
+        pattern[b, h, i, keys] = weights / (weights.sum() + (0 if sinks is None else np.exp(sinks[h] - top)))
         z[b, h, i] = pattern[b, h, i, keys] @ v[b, h // share, keys]
     return z, pattern

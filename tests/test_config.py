@@ -220,7 +220,7 @@ WRONG_ROPES = [
     ({**YARN, "mrope_section": [1, 2]}, ".mrope_section: found [1, 2], a setting that is not known"),
     ({k: v for k, v in LLAMA3.items() if k != "low_freq_factor"}, ".low_freq_factor: missing"),
     ({**LLAMA3, "mscale": 1.0}, ".mscale: found 1.0, a setting that rope type llama3 does not have"),
-    ({**LLAMA3, "high_freq_factor": 1.0}, ".high_freq_factor: found 1.0"),
+    ({**LLAMA3, "high_freq_factor": 0.5}, ".high_freq_factor: found 0.5"),
     ({**LONG, "short_factor": [1.0] * 7}, ".short_factor: found 7 numbers, expected 8"),
     ({**LONG, "long_factor": [1.0] * 7 + [0.0]}, ".long_factor: found [1.0"),
     ({**LONG, "long_factor": 2.0}, ".long_factor: found 2.0, expected a list"),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import accumulate, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,10 @@ MORE: dict[str, Config] = {
     "falcon": {"apply_residual_connection_post_layernorm": False},
     "gpt2": {"n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
     "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
+    "llama4_text": {"for_llm_compressor": False, "router_jitter_noise": 0.0},
+    "opt": {"activation_dropout": 0.0, "prefix": "</s>"},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "starcoder2": {"layer_norm_epsilon": 1e-05, "mlp_type": "default", "norm_type": "layer_norm"},
     "mpt": {"verbose": 0, "init_config": {"name": "kaiming_normal_"}, "tokenizer_name": "EleutherAI/gpt-neox-20b"},
 }
 """What checkpoints said besides and later ones do not."""
@@ -148,6 +153,19 @@ def test_every_config_dialect_gives_the_same_logits(case: str, tmp_path: Path) -
     assert len(tried) >= 4
 
 
+PUBLISHED: list[dict[str, Any]] = json.loads((GOLDEN / "published.json").read_text())
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=[row["name"] for row in PUBLISHED])
+def test_the_config_of_a_well_known_checkpoint_is_understood_whole(row: dict[str, Any]) -> None:
+    """As its folder has it, with all that is needless in it; the model has as many parameters as transformers'."""
+    values = mlx_tformer.config.Config(row["config"])
+    model = family(values.model_type).model(values)
+    values.finish()
+    main = [value for name, value in leaves(model).items() if name.startswith(("embed.", "decoder.", "head."))]
+    assert sum(prod(value.shape) for value in main) == row["parameters"]
+
+
 # --- a wrong setting shows ---
 
 
@@ -190,6 +208,7 @@ ELSEWHERE = {"attn_impl", "_sliding_window_pattern", "sliding_window_pattern", "
     "use_sliding_window",
     "n_positions",
     "max_seq_len",
+    "num_nextn_predict_layers",
 }
 """Settings that say nothing about the numbers, or nothing where others say it in full; see below for the latter."""
 

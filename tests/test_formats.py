@@ -9,13 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from checkpoints import case_weights, files_in, make_folder, read_weights, refusal, same
+from checkpoints import case_weights, files_in, make_folder, read_weights, refusal, same, write_weights
 from format_builder import (
     DATA,
     E2M1,
     E4M3,
     E5M2,
     FORMATS,
+    FP8,
     PROJECTIONS,
     STORED,
     TIGHT,
@@ -26,11 +27,13 @@ from format_builder import (
     gptq_values,
     llama,
     matrices,
+    model_of,
     of_blocks,
     stored_logits,
     whole_numbers,
     whole_said,
     words_of,
+    write_any,
 )
 from helpers import GOLDEN, expected, gap, golden, leaves
 
@@ -165,6 +168,58 @@ def test_blocks_of_rows_and_mapped_values_are_those_that_are_read(case: str) -> 
         whole = source.read(name)
         assert (whole.shape, whole.dtype) == (tensor.shape, tensor.dtype)
         assert same(whole, source.mapped(name)) and same(whole, mx.concatenate(list(source.blocks(name, 5))))
+
+
+def test_a_packed_matrix_that_is_none_in_the_model_is_unpacked(tmp_path: Path) -> None:
+    """`kv_b_proj` as mlx-lm stored it before it took it apart, and as the floats that it stands for."""
+    config = json.loads((DATA / "mlx-deepseek_v3" / "config.json").read_text())
+    source, weights = open_source(DATA / "mlx-deepseek_v3"), model_of("mlx-deepseek_v3")
+    how = {"bits": 8, "group_size": 32, "mode": "affine"}
+    packed, dense = dict(weights), dict(weights)
+    for attention in [f"model.layers.{i}.self_attn" for i in (0, 1)]:
+        for name in [name for name in weights if name.startswith((f"{attention}.embed_q", f"{attention}.unembed_out"))]:
+            del packed[name], dense[name]
+        parts = mx.quantize(source.read(f"{attention}.kv_b_proj.weight"), **how)
+        packed |= dict(zip(planning.packed_names(f"{attention}.kv_b_proj.weight"), parts, strict=True))
+        dense[f"{attention}.kv_b_proj.weight"] = planning.dequantize(parts, how)
+    found = []
+    for name, stored in (("packed", packed), ("dense", dense)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        write_weights(folder / "model.safetensors", stored)
+        found.append(mt.load(folder, "float32")(stored_logits("mlx-deepseek_v3")[0]))
+        convert(folder, tmp_path / f"{name} made", dtype="float32")
+        found.append(mt.load(tmp_path / f"{name} made")(stored_logits("mlx-deepseek_v3")[0]))
+    assert all(same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 1), (56, 1), (7, 4)], ids=str)
+def test_stacked_experts_in_floats_of_8_bits_have_scales_each(tmp_path: Path, grid: tuple[int, int]) -> None:
+    random, stored = np.random.default_rng(4), dict[str, Any]()
+    weights = stacked(case_weights("qwen3_moe"), "mlp", "mlp.experts")
+    for name, value in weights.items():
+        if ".mlp.experts." not in name:
+            stored[name] = np.array(value.astype(mx.float32))
+    gate = next(name for name in weights if name.endswith("gate_proj.weight"))
+    count, hidden, width = weights[gate].shape
+    dense = {name: mx.array(value) for name, value in stored.items()}
+    for module in sorted({name.rpartition(".mlp.experts.")[0] for name in weights if ".mlp.experts." in name}):
+        for leaf, rows, columns in (("gate_up_proj", 2 * hidden, width), ("down_proj", width, hidden)):
+            name = f"{module}.mlp.experts.{leaf}"
+            sides = grid if leaf == "gate_up_proj" else (1, 1)
+            weight = random.integers(0, 120, (count, rows, columns), dtype=np.uint8)
+            scale = random.uniform(0.001, 0.003, (count, *sides)).astype(np.float32)
+            block = (rows // sides[0], columns // sides[1])
+            stored |= {name: ("F8_E4M3", weight), f"{name}_scale_inv": scale}
+            values = np.stack([by_block(w, s, block) for w, s in zip(weight, scale, strict=True)])
+            dense[name] = mx.array(values.astype(np.float32))
+    ids = mx.array(expected("qwen3_moe")["input_ids"])
+    there = make_folder(tmp_path / "stored", "qwen3_moe", {}, quantization_config=FP8)
+    write_any(there / "model.safetensors", stored)
+    plain = make_folder(tmp_path / "dense", "qwen3_moe", dense)
+    assert (2 * hidden) % grid[0] == width % grid[1] == 0
+    assert same(mt.load(there, "float32")(ids), mt.load(plain, "float32")(ids))
 
 
 # --- mlx-lm's names, where nothing is packed ---

@@ -265,10 +265,16 @@ def test_settings_without_a_packed_tensor_are_refused(tmp_path: Path) -> None:
 def test_halves_of_latent_attention_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     weights = model_of("mlx-deepseek_v3")
     half = "model.layers.0.self_attn.unembed_out"
-    weights |= {f"{half}.{leaf}": weights[f"{half}.{leaf}"][:3] for leaf in ("weight", "scales", "biases")}
+    parts = [f"{half}.{leaf}" for leaf in ("weight", "scales", "biases")]
     (tmp_path / "config.json").write_text((DATA / "mlx-deepseek_v3" / "config.json").read_text())
-    write_weights(tmp_path / "model.safetensors", weights)
-    refusal(BadInput, "no keys and values of the same heads", of=lambda: mt.load(tmp_path))
+    for changes, problem in (
+        ({name: weights[name][:3] for name in parts}, "no keys and values of the same heads"),
+        ({parts[1]: weights[parts[1]][:3]}, f"{half}: found weight (4, 64, 8), scales (3, 64, 1)"),
+        ({parts[2]: None}, f"{half}: is packed, but there is no {half}.biases"),
+    ):
+        stored = {name: value for name, value in (weights | changes).items() if value is not None}
+        write_weights(tmp_path / "model.safetensors", stored)
+        refusal(BadInput, problem, of=lambda: mt.load(tmp_path))
 
 
 def test_our_own_folders_are_left_alone(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def pieces(name: str, text: str) -> list[str]:
         ("qwen2", "abc 123 I'LL (foo)\n\n bar", "abc Ġ 1 2 3 ĠI 'LL Ġ( foo )ĊĊ Ġbar"),
         ("deepseek-r1-qwen", "x 12", "x Ġ 1 2"),
         ("tekken", "HelloWorld fooBAR 12 /\n", "Hello World Ġfoo BAR Ġ 1 2 Ġ/Ċ"),
+        ("gpt-4o", "HelloWorld's 12345 I'LL /\n", "Hello World's Ġ 123 45 ĠI'LL Ġ/Ċ"),
+        ("dbrx", "abc 12345 I'LL (foo)\n\n bar", "abc Ġ 123 45 ĠI 'LL Ġ( foo )ĊĊ Ġbar"),
+        ("starcoder", "abc 123 don't", "abc Ġ 1 2 3 Ġdon 't"),
         ("default", "Hi!! 1234567$x", "Hi !! Ġ 123 456 7 $ x"),
     ],
 )
@@ -284,6 +287,45 @@ def test_a_sentencepiece_text_begins_with_bos_unless_the_file_says_otherwise() -
     added = tokenizer.get_added_tokens_decoder()
     assert {t.content: t.special for t in added.values()} == {"<unk>": True, "<s>": True, "</s>": True, "<tool>": False}
     assert tokenizer.encode("<tool></s>").ids[1:] == [tokens.index("<tool>"), 2]
+
+
+def spm_of(**changes: Any) -> Tokenizer:
+    """A vocabulary with runs of spaces and lines that a user defined, as Gemma's; these are more than their merges."""
+    plain = ["▁", "a", "b", "ab", "▁a", "▁b", "\n"]
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", *plain, "  ", "   ", "\n\n", *(f"<0x{i:02X}>" for i in range(256))]
+    types = [2, 3, 3, 3, *[1] * len(plain), 4, 4, 4, *[6] * 256]
+    scores = [0.0, 0.0, 0.0, -1000.0, *(-float(i) for i in range(len(plain))), *[-1000.0] * 3, *[0.0] * 256]
+    more = {"tokens": tokens, "token_type": types, "scores": scores, "unknown_token_id": 0, "bos_token_id": 1}
+    return built(**{"model": "llama", "merges": None, "pre": "default", **more, **changes})
+
+
+def test_a_gemma_vocabulary_takes_runs_of_spaces_and_lines_whole() -> None:
+    tokenizer = spm_of(add_space_prefix=False)
+    for text, pieces in {
+        "ab b": ["ab", "▁b"],
+        "  a": ["  ", "a"],
+        "a     b": ["a", "   ", "  ", "b"],
+        "a\n\n\n a": ["a", "\n\n", "\n", "▁a"],
+        "é": ["<0xC3>", "<0xA9>"],
+    }.items():
+        encoded = tokenizer.encode(text)
+        assert encoded.tokens == ["<s>", *pieces]
+        assert tokenizer.decode(encoded.ids) == text
+
+
+@pytest.mark.parametrize(("arch", "pieces"), [("phi3", ["▁a"]), ("llama", ["▁", "\n", "a"])])
+def test_only_phi_3_drops_the_space_behind_a_control_token(arch: str, pieces: list[str]) -> None:
+    """As its tokenizer.json says; files do not."""
+    metadata = {"general.architecture": arch, **keys(model="llama", merges=None, bos_token_id=1)}
+    source = json.loads(spm_of().to_str())
+    ids = source["model"]["vocab"]
+    metadata["tokenizer.ggml.tokens"] = sorted(ids, key=ids.__getitem__)
+    metadata["tokenizer.ggml.token_type"] = np.array([2, 3, 3, 3, *[1] * (len(ids) - 4)])
+    metadata["tokenizer.ggml.scores"] = np.array([-float(i) for i in range(len(ids))])
+    tokenizer = Tokenizer.from_str(tokenizer_files(FILE, metadata)["tokenizer.json"])
+    found = [tokenizer.id_to_token(i) for i in tokenizer.encode("<|user|>\na").ids]
+    assert found == ["<s>", "<|user|>", *pieces]
+    assert not tokenizer.get_added_tokens_decoder()[1].rstrip
 
 
 def test_every_pre_tokenizer_is_one_that_the_tokenizers_package_accepts() -> None:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_tformer.nn import Cache, Causal, Context, Everything, Mask, Window, visible
+from mlx_tformer.nn import Cache, Causal, Chunk, Context, Everything, Mask, Window, visible
 from mlx_tformer.nn.mask import window_of
 
 windows = st.builds(Window, st.integers(1, 9))
-masks = st.lists(st.one_of(st.just(Causal()), st.just(Everything()), windows), min_size=1, max_size=3)
+chunks = st.builds(Chunk, st.integers(1, 9))
+masks = st.lists(st.one_of(st.just(Causal()), st.just(Everything()), windows, chunks), min_size=1, max_size=3)
 
 
 def all_of(parts: list[Mask]) -> Mask:
@@ -27,6 +28,8 @@ def holds(part: Mask, query: int, key: int) -> bool:
             return key <= query
         case Window(size):
             return key > query - size
+        case Chunk(size):
+            return (query - query % size) <= key < query - query % size + size
     return True
 
 
@@ -35,7 +38,7 @@ def brute(parts: list[Mask], queries: range, keys: range, left: list[int] | None
     rows = [0] if left is None else left
     return np.array(
         [
-            [[all(holds(p, q, k) for p in parts) and k >= row and q >= row for k in keys] for q in queries]
+            [[k >= row and q >= row and all(holds(p, q - row, k - row) for p in parts) for k in keys] for q in queries]
             for row in rows
         ]
     )
@@ -104,6 +107,9 @@ CAUSAL = Causal()
         (Everything(), range(3), range(9), None),
         (Everything() & CAUSAL, range(5), range(5), "causal"),
         (Window(3), range(2), range(2), None),
+        (CAUSAL & Chunk(5), range(5), range(5), "causal"),  # the text is no longer than a chunk
+        (CAUSAL & Chunk(4), range(7, 8), range(4, 8), None),  # the last of its chunk
+        (Chunk(4), range(4, 8), range(4, 8), None),
     ],
 )
 def test_these_need_no_array(mask: Mask, queries: range, keys: range, wanted: str | None) -> None:
@@ -115,6 +121,19 @@ def test_a_query_sees_exactly_as_many_keys_as_its_window_has(size: int) -> None:
     found = visible(CAUSAL & Window(size), range(20), range(20))
     assert isinstance(found, mx.array)
     assert found.sum(axis=1).tolist() == [min(size, query + 1) for query in range(20)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_a_query_sees_what_came_before_it_in_its_chunk(size: int) -> None:
+    found = visible(CAUSAL & Chunk(size), range(20), range(20))
+    assert isinstance(found, mx.array)
+    assert found.sum(axis=1).tolist() == [query % size + 1 for query in range(20)]
+
+
+def test_chunks_are_counted_from_behind_the_padding() -> None:
+    found = visible(CAUSAL & Chunk(4), range(9), range(9), mx.array([3]))
+    assert isinstance(found, mx.array)
+    assert found[0, 0].sum(axis=1).tolist() == [0, 0, 0, 1, 2, 3, 4, 1, 2]
 
 
 def test_padding_sees_nothing_and_is_not_seen() -> None:
@@ -134,13 +153,14 @@ def test_masks_combine_in_any_order_and_once() -> None:
 
 @given(masks)
 def test_the_smallest_window_bounds_what_a_cache_keeps(parts: list[Mask]) -> None:
-    sizes = [part.size for part in parts if isinstance(part, Window)]
+    sizes = [part.size for part in parts if isinstance(part, Window | Chunk)]
     assert window_of(all_of(parts)) == (min(sizes) if sizes else None)
 
 
 def test_a_mask_says_what_it_is() -> None:
     assert [str(m) for m in (CAUSAL, Everything(), Window(7))] == ["causal", "none", "window of 7"]
     assert str(CAUSAL & Window(7)) == "causal, window of 7"
+    assert str(CAUSAL & Chunk(7)) == "causal, chunks of 7"
 
 
 def test_layers_with_the_same_mask_share_one_array() -> None:

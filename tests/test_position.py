@@ -11,9 +11,25 @@ import reference
 from helpers import GOLDEN, gap
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import f64
 
 from mlx_tformer.config import Config
-from mlx_tformer.nn import DynamicNTK, LinearScaling, Llama3, LongRope, Position, Rope, Scaling, Unscaled, Yarn
+from mlx_tformer.families.falcon import RoundedAlibi
+from mlx_tformer.families.llama4_text import NormedRope, Tempered
+from mlx_tformer.nn import (
+    Alibi,
+    DynamicNTK,
+    Learned,
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Position,
+    Rope,
+    Scaling,
+    Unscaled,
+    Yarn,
+)
+from mlx_tformer.nn.position import alibi_slopes
 
 TABLES: list[dict[str, Any]] = json.loads((GOLDEN / "rope.json").read_text())
 
@@ -193,3 +209,78 @@ def test_no_position_leaves_everything_as_it_is() -> None:
 def test_some_features_must_turn(dims: int) -> None:
     with pytest.raises(ValueError, match="expected 1 or more"):
         Rope(dims)
+
+
+# --- ALiBi ---
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 64])
+def test_slopes_of_a_power_of_two_heads_are_those_of_the_paper(heads: int) -> None:
+    """A geometric series that begins with its own ratio, 2^(-8 / heads)."""
+    assert alibi_slopes(heads) == pytest.approx([2 ** (-8 * (h + 1) / heads) for h in range(heads)])
+
+
+@pytest.mark.parametrize("heads", [3, 6, 12, 20, 71, 112])
+def test_other_heads_take_every_other_slope_of_the_next_power_of_two(heads: int) -> None:
+    near = 2 ** int(math.log2(heads))
+    assert alibi_slopes(heads)[:near] == alibi_slopes(near)
+    assert alibi_slopes(heads)[near:] == alibi_slopes(2 * near)[::2][: heads - near]
+    assert len(set(alibi_slopes(heads))) == heads
+
+
+def test_alibi_penalizes_the_distance() -> None:
+    found = Alibi(4).bias(range(5, 8), range(2, 8))
+    wanted = [[[slope * (k - q) for k in range(2, 8)] for q in range(5, 8)] for slope in alibi_slopes(4)]
+    assert gap(found, np.array(wanted)) == 0
+    assert gap(Alibi(4).bias(range(5, 8), range(2, 8), mx.array([0, 3])), found) == 0  # whatever the padding is
+    assert str(Alibi(4)) == "ALiBi over 4 heads" and Position().bias(range(3), range(3)) is None
+
+
+def test_falcons_alibi_is_rounded_to_bfloat16_and_counts_from_the_first_token_of_each_row() -> None:
+    found = RoundedAlibi(12, 0.5).bias(range(300), range(300))
+    slopes = [mx.array(slope).astype(mx.bfloat16) for slope in alibi_slopes(12)]
+    wanted = [[0.5 * f64(slope * mx.array(k).astype(mx.bfloat16)) for k in (0, 7, 259, 299)] for slope in slopes]
+    assert gap(found[:, 0][:, [0, 7, 259, 299]], np.array(wanted)) == 0
+    assert gap(found[:, 0, 1:] - found[:, 0, :-1], np.array(alibi_slopes(12))[:, None].repeat(299, 1) / 2) > 0.1
+    padded = RoundedAlibi(12, 0.5).bias(range(300), range(300), mx.array([0, 40]))
+    assert padded.shape == (2, 12, 1, 300)
+    assert gap(padded[0], found) == 0 and gap(padded[1, ..., 40:], found[..., :260]) == 0
+
+
+# --- learned positions ---
+
+
+def test_learned_positions_are_rows_of_a_table() -> None:
+    learned = Learned(10, 4)
+    assert gap(learned(3, 5), learned.table.weight[5:8]) == 0
+    assert gap(Learned(10, 4, first=2)(3, 0), mx.zeros((3, 4))) > 0
+    opt = Learned(10, 4, first=2)
+    assert opt.table.weight.shape == (12, 4) and gap(opt(3, 5), opt.table.weight[7:10]) == 0
+    assert str(opt) == "learned, 10 positions"
+
+
+def test_rows_that_begin_elsewhere_have_positions_of_their_own_and_padding_has_the_first() -> None:
+    learned = Learned(10, 4)
+    found = learned(4, mx.array([0, -2]))
+    assert gap(found[0], learned.table.weight[:4]) == 0
+    assert gap(found[1], learned.table.weight[mx.array([0, 0, 0, 1])]) == 0
+
+
+# --- Llama 4 ---
+
+
+def test_queries_and_keys_are_normed_after_they_turned() -> None:
+    rope, q, k = Rope(8, 100.0, interleaved=True), heads(1, 4, 5, 8), heads(1, 2, 5, 8, seed=1)
+    for x, found in zip((q, k), NormedRope(rope, 1e-3).turn(q, k, 3, 8), strict=True):
+        wanted = turned(rope, x, 3)
+        assert gap(found, wanted / np.sqrt((wanted**2).mean(axis=-1, keepdims=True) + 1e-3)) < 1e-5
+
+
+def test_queries_grow_with_their_position_where_there_is_no_other() -> None:
+    q, k = heads(2, 4, 12, 8), heads(2, 2, 12, 8, seed=1)
+    factor = [1 + 0.7 * math.log(1 + (at + 1) // 5) for at in range(20)]
+    assert factor[3] == 1.0 < factor[4] == factor[8] < factor[9]
+    found, same = Tempered(0.7, 5).turn(q, k, 8, 20)
+    assert gap(found, f64(q) * np.array(factor[8:])[:, None]) < 1e-6 and gap(same, k) == 0
+    rows, _ = Tempered(0.7, 5).turn(q, k, mx.array([0, -3]), 12)
+    assert gap(rows[1, :, 3:], f64(q[1, :, 3:]) * np.array(factor[:9])[:, None]) < 1e-6

@@ -106,7 +106,7 @@ def language_config(source: Source) -> Config:
         if "text_config" in outer and isinstance(kind, str) and kind not in known():
             expected = f"one of {', '.join(KINDS)}: of no other kind the language part is known"
             raise Config(outer, file).wrong("model_type", expected)
-        return Config(outer, file, source.tensors)
+        return Config(outer, file, source)
     nested = "text_config" in outer or kind not in FLAT
     inner = outer.get("text_config") if nested else {k: v for k, v in outer.items() if k not in SEEING}
     if not isinstance(inner, dict):
@@ -116,7 +116,7 @@ def language_config(source: Source) -> Config:
     values = _completed(outer, inner, file if not nested else f"{file}: text_config")
     tied = _tied(outer, inner if nested else {}, source.tensors)
     values |= {} if tied is None else {"tie_word_embeddings": tied}
-    return Config(values, f"{file}: text_config" if nested else file, source.tensors)
+    return Config(values, f"{file}: text_config" if nested else file, source)
 
 
 def is_part(config: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from ..config import Config
 from ..errors import BadInput
 from ..families import Family, family
-from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, assign, summary, templated
+from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, assign, readings, summary
 from ..nn import LM, ExpertLinear
 from .language_part import is_part, language_config, language_names, leave_out
 from .mlx_names import with_mlx_names
@@ -274,14 +274,18 @@ def _without_place(made: Plan) -> Iterator[str]:
     wanted, copies = shapes(made.model), made.assignment.copies
     unused = [piece.source for name in made.recipes.keys() - wanted.keys() for piece in made.recipes[name].pieces]
     unused += [copy for copy, target in copies.items() if target not in made.recipes]
-    unused += [piece.source for recipe in made.recipes.values() for piece in _repeated(recipe)]
+    there = made.recipes.keys() & wanted.keys()
+    unused += [piece.source for name in there for piece in _superfluous(made.recipes[name], wanted[name])]
     if unused or made.assignment.unknown:
         yield f"tensors that have no place in the model: {summary(sorted([*unused, *made.assignment.unknown]))}"
 
 
-def _repeated(recipe: Recipe) -> list[Piece]:
-    """Pieces for a part that an earlier one is for already."""
-    return [piece for before, piece in pairwise(recipe.pieces) if _place(before) == _place(piece)]
+def _superfluous(recipe: Recipe, wanted: tuple[int, ...]) -> list[Piece]:
+    """Pieces for a part that an earlier one is for already, for more experts than there are, or for single experts
+    where another is for all of them."""
+    again = [piece for before, piece in pairwise(recipe.pieces) if _place(before) == _place(piece)]
+    experts = 0 if recipe.pieces[0].expert is None or not wanted else wanted[0]
+    return again + [piece for piece in recipe.pieces if piece.expert is not None and piece.expert >= experts]
 
 
 def _without_source(made: Plan, names: Names) -> Iterator[str]:
@@ -305,15 +309,14 @@ def _absent(name: str, recipe: Recipe, wanted: tuple[int, ...], names: Names) ->
 def their_names(target: str, names: Names, part: int | None = None, expert: int = 0) -> list[str]:
     """What a checkpoint calls one of our tensors, or one of the parts that it joins; our own name if there is no rule
     for it."""
-    template, numbers = templated(target)
-    found = []
+    ways, found = readings(target), []
     for theirs, rule in names.items():
         if isinstance(rule, Same | Drop) or (part is not None and not isinstance(rule, Rows | Expert)):
             continue
         to = rule if isinstance(rule, str) else rule.to
-        fits = template == to or _module(template) == to
-        if fits and (part is None or (isinstance(rule, Rows | Expert) and rule.part == part)):
-            found.append(theirs.format(*numbers, expert) + template.removeprefix(to))
+        numbers, leaf = next(((n, t.removeprefix(to)) for t, n in ways if to in (t, _module(t))), (None, ""))
+        if numbers is not None and (part is None or (isinstance(rule, Rows | Expert) and rule.part == part)):
+            found.append(theirs.format(*numbers, expert) + leaf)
     return found or [target]
 
 

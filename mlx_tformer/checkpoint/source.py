@@ -21,6 +21,9 @@ others have small floats for weights and scales of 8 bits alone (OCP Microscalin
 STEP = 32
 """Rows are packed so many values at a time, even where groups are smaller."""
 
+ROWS = 256
+"""Rows of two tensors that are compared at a time."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -58,6 +61,9 @@ class Source(ABC):
     padding: set[str] = field(default_factory=set)
     """Biases of zeros that the format adds to every matrix: left out if the model has none there."""
 
+    _repeated: dict[tuple[str, str], bool] = field(default_factory=dict, repr=False)
+    """Modules that were compared."""
+
     @abstractmethod
     def read(self, name: str) -> mx.array:
         """One tensor's values, read now and checked to be complete."""
@@ -75,6 +81,22 @@ class Source(ABC):
     def mapped(self, name: str) -> mx.array:
         """One tensor's values, read from the file when they are first used, where the format allows that."""
         return self.read(name)
+
+    def repeats(self, module: str, of: str) -> bool:
+        """True if the tensors of a module are those of another one a second time; read once."""
+        if (module, of) not in self._repeated:
+            leaves = [{n.removeprefix(f"{m}.") for n in self.tensors if n.startswith(f"{m}.")} for m in (module, of)]
+            same = bool(leaves[0]) and leaves[0] == leaves[1]
+            self._repeated[module, of] = same and all(self._equal(f"{module}.{x}", f"{of}.{x}") for x in leaves[0])
+        return self._repeated[module, of]
+
+    def _equal(self, a: str, b: str) -> bool:
+        """True for two tensors of the same shape, dtype and values."""
+        first, second = self.tensors[a], self.tensors[b]
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        blocks = zip(self.blocks(a, ROWS), self.blocks(b, ROWS), strict=True)
+        return all(mx.array_equal(x, y, equal_nan=mx.issubdtype(x.dtype, mx.floating)).item() for x, y in blocks)
 
     @abstractmethod
     def companions(self) -> dict[str, bytes]:

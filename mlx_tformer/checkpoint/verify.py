@@ -27,7 +27,7 @@ TEXT = (
 """The prompt, if nothing is said: prose, numbers, code, and letters of several scripts."""
 TOKENS = 64
 """How long a prompt is that is made up for want of a tokenizer."""
-EXACT, ROUNDED, QUANTIZED = 1e-6, 1e-3, 0.1
+EXACT, ROUNDED, QUANTIZED = 1e-8, 1e-3, 0.1
 """Limits of the mean KL divergence, in nats: for weights that are stored alike, in another dtype, or packed otherwise.
 
 The same weights give 0; four bits cost a good model some hundredths."""
@@ -236,7 +236,7 @@ def _relative(gap: float, a: float, b: float) -> float:
 
 def _pairs(a: Iterable[mx.array], b: Iterable[mx.array]) -> Iterator[tuple[mx.array, mx.array]]:
     """Equally long stretches of the values of two tensors of one shape, however they come in blocks."""
-    xs, ys = ((block.flatten() for block in blocks) for blocks in (a, b))
+    xs, ys = ((block.flatten() for block in blocks if block.size) for blocks in (a, b))
     x = y = mx.zeros((0,))
     while True:
         x = x if x.size else next(xs, x)

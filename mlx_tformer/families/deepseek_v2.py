@@ -1,10 +1,10 @@
 """DeepSeek V2: latent attention; dense layers first, then small experts with some that all tokens share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..config import Config
 from ..names import Moved, Names, Unflattened, joined
-from ..nn import LM, Experts, GatedMlp, Groups, LatentAttention, Mixture, Router
+from ..nn import LM, Block, Experts, GatedMlp, Groups, LatentAttention, Mixture, NextToken, Router
 from ..nn.tap import Module
 from ..settings import Other
 from . import llama, qwen2_moe
@@ -50,7 +50,13 @@ def groups_of(c: Config, best: int) -> Groups:
     return Groups(count, keep, best)
 
 
-def decoder(c: Config, router: Callable[[], Router], *, interleaved: bool = True) -> LM:
+def decoder(
+    c: Config,
+    router: Callable[[], Router],
+    *,
+    interleaved: bool = True,
+    drafts: Sequence[Callable[[Block], NextToken]] = (),
+) -> LM:
     """What V2 and V3 share."""
     dim, act, count = c["hidden_size"], c.get("hidden_act", "silu"), c["n_routed_experts"]
     small = c["moe_intermediate_size"]
@@ -62,7 +68,7 @@ def decoder(c: Config, router: Callable[[], Router], *, interleaved: bool = True
         shared = GatedMlp(dim, small * c["n_shared_experts"], act) if c.get("n_shared_experts") else None
         return Mixture(router(), Experts(dim, small, count, act=act), shared=shared)
 
-    return llama.decoder(c, lambda layer: attention(c, interleaved), mlp_of=mlp)
+    return llama.decoder(c, lambda layer: attention(c, interleaved), mlp_of=mlp, drafts=drafts)
 
 
 def attention(c: Config, interleaved: bool) -> LatentAttention:

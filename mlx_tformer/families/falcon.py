@@ -21,15 +21,16 @@ ABSENT = {
 def model(c: Config) -> LM:
     dim, heads, eps = c["hidden_size"], c["num_attention_heads"], c.get("layer_norm_epsilon", 1e-5)
     hidden, act, bias = c.get("ffn_hidden_size", 4 * dim), c.get("activation", "gelu"), c.get("bias", False)
-    alibi = RoundedAlibi(heads, (dim // heads) ** -0.5) if c.get("alibi", False) else None
+    head_dim = c.head_dim("hidden_size", "num_attention_heads")
+    alibi = RoundedAlibi(heads, head_dim**-0.5) if c.get("alibi", False) else None
     c.expect(apply_residual_connection_post_layernorm=False, tie_word_embeddings=True)
     c.ignore("multi_query", "num_kv_heads")
     if alibi is not None:
         c.ignore("rope_parameters", "rope_scaling", "rope_theta")
 
     def attention() -> Attention:
-        position: Position = c.rope(dim // heads) if alibi is None else alibi
-        return Attention(dim, heads, kv_heads(c), bias=bias, position=position)
+        position: Position = c.rope(head_dim) if alibi is None else alibi
+        return Attention(dim, heads, kv_heads(c), head_dim, bias=bias, position=position)
 
     def block() -> Block:
         attn, mlp = attention(), Mlp(dim, hidden, act, bias)

@@ -18,12 +18,13 @@ def model(c: Config) -> LM:
     dim, heads, layers, eps = c["n_embd"], c["n_head"], c["n_layer"], c.get("layer_norm_epsilon", 1e-5)
     hidden, act = c.get("n_inner", 4 * dim), c.get("activation_function", "gelu_new")
     scaled, by_layer = c.get("scale_attn_weights", True), c.get("scale_attn_by_inverse_layer_idx", False)
+    head_dim = c.head_dim("n_embd", "n_head")
     c.expect(tie_word_embeddings=True)
 
     def block(layer: int) -> Block:
-        scale = ((dim // heads) ** -0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
+        scale = (head_dim**-0.5 if scaled else 1.0) / (layer + 1 if by_layer else 1)
         return Block(
-            attn=Residual(Attention(dim, heads, bias=True, scale=scale), pre=LayerNorm(dim, eps)),
+            attn=Residual(Attention(dim, heads, head_dim=head_dim, bias=True, scale=scale), pre=LayerNorm(dim, eps)),
             mlp=Residual(Mlp(dim, hidden, act), pre=LayerNorm(dim, eps)),
         )
 

@@ -21,13 +21,14 @@ def model(c: Config) -> LM:
         c["intermediate_size"],
         c.get("layer_norm_eps", 1e-5),
     )
+    head_dim = c.head_dim("hidden_size", "num_attention_heads")
     bias, act = c.get("attention_bias", True), c.get("hidden_act", "gelu")
     order = Parallel if c["use_parallel_residual"] else Block
     c.expect(tie_word_embeddings=False)
     c.ignore("num_key_value_heads")
 
     def block() -> Block:
-        attention = Attention(dim, heads, bias=bias, position=c.rope(dim // heads))
+        attention = Attention(dim, heads, head_dim=head_dim, bias=bias, position=c.rope(head_dim))
         return order(
             attn=Residual(attention, pre=LayerNorm(dim, eps)),
             mlp=Residual(Mlp(dim, hidden, act), pre=LayerNorm(dim, eps)),

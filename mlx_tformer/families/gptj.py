@@ -19,8 +19,12 @@ def model(c: Config) -> LM:
     hidden, act = c.get("n_inner", 4 * dim), c.get("activation_function", "gelu_new")
     c.expect(rotary=True, scale_attn_weights=True, tie_word_embeddings=False)
 
+    head_dim, turning = c.head_dim("n_embd", "n_head"), c["rotary_dim"]
+    if turning > head_dim or turning % 2:
+        raise c.wrong("rotary_dim", f"an even number up to the features of a head ({head_dim})")
+
     def block() -> Parallel:
-        attention = Attention(dim, heads, position=Rope(c["rotary_dim"], interleaved=True))
+        attention = Attention(dim, heads, head_dim=head_dim, position=Rope(turning, interleaved=True))
         return Parallel(LayerNorm(dim, eps), attn=Residual(attention), mlp=Residual(Mlp(dim, hidden, act)))
 
     layers = [block() for _ in range(c["n_layer"])]

@@ -1,10 +1,10 @@
 """Llama 1 to 3: pre-norm, rotary positions, grouped heads, a gated MLP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..config import MOST, Config
 from ..names import Drop, Names, Same, joined
-from ..nn import LM, Attention, Block, Embed, GatedMlp, Linear, Mask, Position, Residual, RMSNorm, Stack
+from ..nn import LM, Attention, Block, Embed, GatedMlp, Linear, Mask, NextToken, Position, Residual, RMSNorm, Stack
 from ..nn.tap import Module
 
 ABSENT = {"max_position_embeddings": 2048}
@@ -41,11 +41,13 @@ def decoder(
     mlp_of: Callable[[int], Module] | None = None,
     mlp_bias: bool = False,
     sandwich: bool = False,
+    drafts: Sequence[Callable[[Block], NextToken]] = (),
 ) -> LM:
     """What Llama and its relatives share.
 
     `attention_of(layer)` makes the attention of a layer, `mlp_of(layer)` what stands in for the gated MLP; with
-    `sandwich` there is a norm after each operation as well.
+    `sandwich` there is a norm after each operation as well. `drafts` make modules that look further ahead, each of
+    one more block.
     """
     dim, act, eps = c["hidden_size"], c.get("hidden_act", "silu"), c.get("rms_norm_eps", 1e-6)
 
@@ -55,9 +57,13 @@ def decoder(
     def step(op: Module) -> Residual:
         return Residual(op, pre=RMSNorm(dim, eps), post=RMSNorm(dim, eps) if sandwich else None)
 
-    blocks = [Block(attn=step(attention_of(layer)), mlp=step(mlp(layer))) for layer in range(c["num_hidden_layers"])]
-    stack = Stack(blocks, RMSNorm(dim, eps))
-    return LM(Embed(c["vocab_size"], dim), stack, head(c), context=c["max_position_embeddings"])
+    def block(layer: int) -> Block:
+        return Block(attn=step(attention_of(layer)), mlp=step(mlp(layer)))
+
+    layers, context = c["num_hidden_layers"], c["max_position_embeddings"]
+    stack = Stack([block(layer) for layer in range(layers)], RMSNorm(dim, eps))
+    ahead = [draft(block(layers + i)) for i, draft in enumerate(drafts)]
+    return LM(Embed(c["vocab_size"], dim), stack, head(c), context=context, drafts=ahead)
 
 
 def head(c: Config) -> Linear | None:

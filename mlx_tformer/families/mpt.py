@@ -26,7 +26,7 @@ ATTENTION = {
 
 def model(c: Config) -> LM:
     dim, heads, eps = c["d_model"], c["n_heads"], c.get("layer_norm_epsilon", 1e-5)
-    inner = c.within("attn_config")
+    head_dim, inner = c.head_dim("d_model", "n_heads"), c.within("attn_config")
     inner.expect(**ATTENTION)
     inner.ignore("attn_impl", "attn_pdrop")
     alibi, clip = Alibi(heads), inner.get("clip_qkv")
@@ -39,7 +39,7 @@ def model(c: Config) -> LM:
     )
 
     def block() -> Block:
-        attention = Attention(dim, heads, position=alibi, clip=clip)
+        attention = Attention(dim, heads, head_dim=head_dim, position=alibi, clip=clip)
         mlp = Mlp(dim, 4 * dim, "gelu", bias=False)
         return Block(
             attn=Residual(attention, pre=LayerNorm(dim, eps, bias=False)),

@@ -21,6 +21,8 @@ def model(c: Config) -> LM:
     before, narrow = c.get("do_layer_norm_before", True), c.get("word_embed_proj_dim", dim)
     c.expect(_remove_final_layer_norm=False, tie_word_embeddings=True)
 
+    head_dim = c.head_dim("hidden_size", "num_attention_heads")
+
     def norm() -> LayerNorm:
         return LayerNorm(dim, affine=affine)
 
@@ -29,7 +31,7 @@ def model(c: Config) -> LM:
 
     def block() -> Block:
         return Block(
-            attn=step(Attention(dim, heads, bias=bias)),
+            attn=step(Attention(dim, heads, head_dim=head_dim, bias=bias)),
             mlp=step(Mlp(dim, hidden, act, bias)),
         )
 

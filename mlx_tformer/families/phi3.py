@@ -16,7 +16,7 @@ ABSENT = {
 def model(c: Config) -> LM:
     window = c.get("sliding_window")
     mask = Causal() if window is None else Causal() & Window(window)
-    c.expect(attention_bias=False)
+    c.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
     c.ignore("original_max_position_embeddings")
     return llama.decoder(c, lambda layer: llama.attention(c, bias=False, out_bias=False, mask=mask))
 

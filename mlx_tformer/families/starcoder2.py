@@ -18,7 +18,7 @@ def model(c: Config) -> LM:
     act, window = c.get("hidden_act", "gelu_pytorch_tanh"), c.get("sliding_window")
     heads, kv_heads, head_dim = llama.head_sizes(c)
     mask = Causal() if window is None else Causal() & Window(window)
-    c.ignore("norm_type", "mlp_type", "embedding_dropout", "residual_dropout")
+    c.ignore("layer_norm_epsilon", "norm_type", "mlp_type", "embedding_dropout", "residual_dropout")
 
     def block() -> Block:
         attention = Attention(dim, heads, kv_heads, head_dim, bias=bias, position=c.rope(head_dim), mask=mask)

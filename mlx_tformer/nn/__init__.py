@@ -1,15 +1,16 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `mlp`, `moe`,
-`block`, `model`.
+`block`, `draft`, `model`.
 """
 
 from mlx.nn import Linear
 
 from .attention import Attention, attend
 from .block import Block, Parallel, Residual
-from .cache import KV, Cache, State, Stateful, WindowKV
+from .cache import KV, Apart, Cache, State, Stateful, WindowKV, stateful
 from .context import Context
+from .draft import NextToken
 from .latent import LatentAttention
 from .mask import Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
@@ -37,6 +38,7 @@ __all__ = [
     "LM",
     "Alibi",
     "AllHeads",
+    "Apart",
     "Attention",
     "Block",
     "Cache",
@@ -64,6 +66,7 @@ __all__ = [
     "Mixture",
     "Mlp",
     "Module",
+    "NextToken",
     "Parallel",
     "Position",
     "RMSNorm",
@@ -83,6 +86,7 @@ __all__ = [
     "WindowKV",
     "Yarn",
     "attend",
+    "stateful",
     "tap",
     "visible",
     "wanted",

@@ -128,6 +128,17 @@ class Stateful(Module, ABC):
         """Bytes that one text of `tokens` tokens needs here if it is kept in `dtype`, room for growth left out."""
 
 
+class Apart(Module):
+    """A part of a model that keeps a cache of its own, because the model runs without it."""
+
+
+def stateful(model: nn.Module) -> list[Stateful]:
+    """The modules that remember something when `model` runs, without those of parts that stand apart."""
+    parts = [part for part in model.modules() if isinstance(part, Apart) and part is not model]
+    apart = {id(module) for part in parts for module in part.modules()}
+    return [m for m in model.modules() if isinstance(m, Stateful) and id(m) not in apart]
+
+
 class Cache:
     """The states of one model for one batch of texts.
 
@@ -144,7 +155,7 @@ class Cache:
     @classmethod
     def of(cls, model: nn.Module, context: int = 0) -> "Cache":
         """An empty cache for `model`, whose modules must have been named."""
-        return cls({m.path: m.new_state() for m in model.modules() if isinstance(m, Stateful)}, context)
+        return cls({m.path: m.new_state() for m in stateful(model)}, context)
 
     def __getitem__(self, path: str) -> State:
         return self.states[path]

@@ -9,6 +9,7 @@ from ..errors import UsageError
 from .block import Block, Norm
 from .cache import Cache
 from .context import Context
+from .draft import NextToken
 from .position import Learned, Position, Rope, Unscaled
 from .tap import Module, name_modules, tap
 
@@ -90,7 +91,7 @@ class LM(Module):
     """A decoder-only language model: ids (B, L) -> logits (B, L, V). Without a `head` the embedding serves as one.
 
     `finish` is done to the logits at last. `context` is the number of tokens that its positions are made for,
-    before any scaling stretches them (None: no limit).
+    before any scaling stretches them (None: no limit). `drafts` look further ahead; the model runs without them.
 
     >>> from mlx_tformer.nn import Attention, Block, GatedMlp, Residual
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
@@ -107,9 +108,14 @@ class LM(Module):
         *,
         context: int | None = None,
         finish: Norm | None = None,
+        drafts: Sequence[NextToken] = (),
     ):
         super().__init__()
         self.context = context
+        self.depth = len(drafts)
+        """How many tokens behind the next one `draft` can look."""
+        if drafts:
+            self.drafts = list(drafts)
         self.finish: Norm = nn.Identity() if finish is None else finish
         self.embed, self.decoder = embed, decoder
         if head is not None:
@@ -133,8 +139,52 @@ class LM(Module):
 
     def logits(self, x: mx.array) -> mx.array:
         """(B, L, C) -> (B, L, V)"""
-        logits = self.embed.tokens.as_linear(x) if self.tied else self.head(x)
-        return tap(self, "logits", self.finish(logits))
+        return tap(self, "logits", self._project(x))
+
+    def _project(self, x: mx.array) -> mx.array:
+        return self.finish(self.embed.tokens.as_linear(x) if self.tied else self.head(x))
+
+    def draft(
+        self,
+        hidden: mx.array,
+        ids: mx.array,
+        cache: Cache | None = None,
+        *,
+        module: int = 0,
+        attention_mask: mx.array | None = None,
+    ) -> mx.array:
+        """Logits (B, L, V) of the tokens that follow `ids` (B, L), which follow what `hidden` (B, L, C) was read from.
+
+        hidden: what `self.hidden` gave, after its norm, as vLLM has it for DeepSeek; the report leaves that open. For a
+        further `module`, what `draft_hidden` gave for the one before it. cache: one of `new_draft_cache`.
+        Raises UsageError for a module that the model does not have.
+        """
+        x = self.draft_hidden(hidden, ids, cache, module=module, attention_mask=attention_mask)
+        part = self.drafts[module]
+        x = part.norm(x)
+        return tap(part, "logits", self.finish(part.head(x)) if part.has_head else self._project(x))
+
+    def draft_hidden(
+        self,
+        hidden: mx.array,
+        ids: mx.array,
+        cache: Cache | None = None,
+        *,
+        module: int = 0,
+        attention_mask: mx.array | None = None,
+    ) -> mx.array:
+        """The residual stream (B, L, C) of a module that looks ahead, before its norm; see `draft`."""
+        part, ctx = self._draft(module), self._context(ids, cache, attention_mask)
+        return part(part.embed(ids, ctx) if part.has_embed else self.embed(ids, ctx), hidden, ctx)
+
+    def new_draft_cache(self, module: int = 0, context: int = 0) -> Cache:
+        """An empty cache for `draft`, which the model's own does not hold."""
+        return Cache.of(self._draft(module), context)
+
+    def _draft(self, module: int) -> NextToken:
+        if not 0 <= module < self.depth:
+            raise UsageError(f"module: found {module}, but the model has {self.depth} that look further ahead")
+        return self.drafts[module]
 
     def new_cache(self, context: int = 0) -> Cache:
         """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call)."""

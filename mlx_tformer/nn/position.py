@@ -165,7 +165,7 @@ class Llama3(Scaling):
     def frequencies(self, dims: int, theta: float, regime: int = 0) -> list[float]:
         def scaled(freq: float) -> float:
             turns = self.trained * freq / (2 * math.pi)
-            kept = _clip((turns - self.low) / (self.high - self.low))
+            kept = _clip((turns - self.low) / (self.high - self.low or 1e-12))  # Llama 4 has no waves between
             return freq * (kept + (1 - kept) / self.factor)
 
         return [scaled(freq) for freq in plain(dims, theta)]

@@ -1,6 +1,6 @@
 """Make golden cases from transformers: tiny random checkpoints, and what transformers computes from them.
 
-    python make.py NAME OUT         one case (or rope.json, or defaults.json), written into the folder OUT
+    python make.py NAME OUT         one case, or one of the tables (*.json), written into the folder OUT
     python make.py --all OUT        all of them
 
 Needs torch and transformers, which nothing else here does; README.md describes the files. A new family is one entry in
@@ -20,6 +20,9 @@ from recipes import ASKED, BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
 MARGIN = 0.03  # the best greedy logit leads by so much at every step, or the next seed is tried
+
+CORRECTION = "e_score_correction_bias"
+"""A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""
 
 
 def make_case(name: str, out: Path) -> None:
@@ -75,7 +78,7 @@ def perturb(model: Any, seed: int, *, strong: bool) -> None:
             else:
                 p.copy_(noise * (embedding if "embed" in name else matrix / p.shape[-1] ** 0.5))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # DeepSeek's, which it learns otherwise than by gradients
+            if name.endswith(CORRECTION):
                 buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
@@ -174,7 +177,28 @@ def make_defaults(out: Path) -> None:
     print(f"defaults.json: {', '.join(found)}")
 
 
-TABLES: dict[str, Callable[[Path], None]] = {"rope.json": make_ropes, "defaults.json": make_defaults}
+def make_published(out: Path) -> None:
+    """Write published.json: the configs in it, as some checkpoints have them, with the number of their parameters."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    rows = json.loads((Path(__file__).parent / "published.json").read_text())
+    for row in rows:
+        config = CONFIG_MAPPING[row["config"]["model_type"]].from_dict({**row["config"]})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        found = [*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith(CORRECTION))]
+        row["parameters"] = sum(value.numel() for value in found)
+    text = ",\n".join(json.dumps(row) for row in rows)
+    (out / "published.json").write_text(f"[\n{text}\n]\n")
+    print(f"published.json: {len(rows)} configs")
+
+
+TABLES: dict[str, Callable[[Path], None]] = {
+    "rope.json": make_ropes,
+    "defaults.json": make_defaults,
+    "published.json": make_published,
+}
 
 
 def quiet() -> None:

@@ -390,6 +390,18 @@ ROPES: dict[str, tuple[int, int, Settings]] = {
             "rope_theta": 500000.0,
         },
     ),
+    "llama3 Llama 4 Scout": (
+        128,
+        10485760,
+        {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+    ),
     "longrope Phi 3 128k": (
         96,
         131072,

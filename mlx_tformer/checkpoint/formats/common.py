@@ -71,7 +71,9 @@ class Understood(Source):
                 self.tensors.pop(name, None)
 
     def read(self, name: str) -> mx.array:
-        return self._value(name, self.base.read)
+        value = self._value(name, self.base.read)
+        mx.eval(value)  # once, and not for every block of its rows
+        return value
 
     def mapped(self, name: str) -> mx.array:
         return self._value(name, self.base.mapped)
