@@ -310,3 +310,13 @@ def test_every_architecture_is_held_against_transformers() -> None:
     """Llama, Qwen 2 and Qwen 3 by SmolLM2 and by the tests of the config."""
     known = {config_of(case)["model_type"] for case in CASES} | {"llama", "qwen2", "qwen3"}
     assert {arch.model_type for arch in ARCHITECTURES.values()} <= known
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3"])
+def test_rows_at_a_time_are_the_rows_of_the_whole(name: str, tmp_path: Path) -> None:
+    file = GgufFile(converted(name).write(tmp_path / "model.gguf"))
+    for tensor, described in file.tensors.items():
+        rows = list(file.blocks(tensor, 3))
+        assert all(part.shape[0] <= 3 for part in rows)
+        assert mx.concatenate(rows).shape == described.shape
+        assert mx.array_equal(mx.concatenate(rows), file.read(tensor)).item()

@@ -110,6 +110,10 @@ def test_absorbed_equals_expanded_at_every_length(length: int, heads: int, monke
     assert gap(*found[0]) < 1e-5
 
 
+def test_the_scale_is_that_of_a_whole_query_unless_another_is_given() -> None:
+    assert layer_of("rotary").scale == 10**-0.5 and layer_of("own scale").scale == 0.7
+
+
 def test_padded_rows_are_the_rows_alone() -> None:
     layer, left = layer_of("rotary"), mx.array([0, 5])
     for sizes in ([13], [11, 1, 1], [6, 7]):

@@ -102,6 +102,13 @@ def refused(folder: Path, *parts: str) -> None:
     refusal(BadInput, *parts, of=lambda: mt.load(folder))
 
 
+def test_modules_can_be_kept_by_the_names_of_the_part(tmp_path: Path) -> None:
+    theirs, keep = checkpoint(tmp_path / "theirs", "llava"), "language_model.model.layers.0.*"
+    made = convert(theirs, tmp_path / "made", quantize=8, group_size=32, keep=keep)
+    ways = json.loads((made.path / "config.json").read_text())["mlx_tformer"]["quantization"]
+    assert {path.split(".")[2] for path in ways if path.startswith("decoder")} == {"1"}
+
+
 PREFIXES: dict[str, Callable[[str], str]] = {
     "of a part that has a model": lambda name: f"language_model.{name}",
     "of a part of the model": lambda name: name.replace("model.", "model.language_model."),

@@ -129,8 +129,7 @@ def choose(made: Plan, asked: Packing) -> Choice:
 
 def _names(path: str, made: Plan) -> set[str]:
     """What a module is called: by us, by checkpoints of its family, and for what it does."""
-    table = made.family.names(made.config)
-    theirs = {name.removesuffix(".weight") for name in their_names(f"{path}.weight", table)}
+    theirs = {name.removesuffix(".weight") for name in their_names(f"{path}.weight", made.names)}
     is_head = path == "head" or (made.model.tied and path == "embed.tokens")
     return {path, *theirs, *(HEAD if is_head else ())}
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..errors import BadInput, InputOutputError
 from .folder import Folder
-from .formats import understood
 from .source import Source
 
 BUNDLED = "shakespeare"
@@ -41,6 +40,8 @@ def open_place(place: Place) -> Source:
         return GgufSource.open(place.path, origin=place.origin, revision=place.revision)
     if place.path.is_file():
         raise BadInput("is a file; expected a folder with a config.json, or a .gguf file", file=place.path)
+    from .formats import understood  # numpy, which it needs, is slow to import
+
     return understood(Folder.open(place.path, origin=place.origin, revision=place.revision))
 
 

@@ -126,6 +126,8 @@ class Plan:
     """Modules of ours that stay packed as they are in the checkpoint."""
     notes: list[str] = field(default_factory=list)
     """What a user should know: that parts of the checkpoint are not used, for example."""
+    names: Names = field(default_factory=dict)
+    """What checkpoints like this one call the weights."""
 
 
 def plan(source: Source) -> Plan:
@@ -145,7 +147,7 @@ def plan(source: Source) -> Plan:
     packed = _packed(source, assignment, model)
     recipes = _recipes(source, assignment, packed)
     pack(model, packed, source.config_file)
-    made = Plan(model, config, kind, recipes, assignment, packed, notes)
+    made = Plan(model, config, kind, recipes, assignment, packed, notes, names)
     problems = [*_without_place(made), *_without_source(made, {} if source.ours else names), *_wrong(made, source)]
     if problems:
         raise BadInput("; ".join(problems), file=source.origin)

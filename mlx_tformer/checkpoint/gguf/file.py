@@ -5,6 +5,7 @@
 writes a tokenizer.json.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -107,6 +108,20 @@ class GgufFile:
         if source.shifted:
             values = values.astype(mx.float32) - 1
         return values if source.order is None else values[mx.array(settings.rotary_rows(*source.order))]
+
+    def blocks(self, name: str, rows: int) -> Iterator[mx.array]:
+        """The same values, `rows` rows of the first axis at a time; a matrix whose rows move is read whole."""
+        source, shape = self._sources[name], self.tensors[name].shape
+        if source.order is not None or len(source.info.shape) < 2:
+            whole = self.read(name)
+            yield from (whole[start : start + rows] for start in range(0, shape[0], rows))
+            return
+        decode = blocks.to_dense if source.part == "dense" else blocks.PARTS[source.part]
+        inner = prod(shape[1:-1])  # rows of the file for one of ours, where experts are stacked
+        for start in range(0, shape[0], rows):
+            stop = min(start + rows, shape[0])
+            raw = self._container.raw(source.info, start * inner, stop * inner)
+            yield decode(raw, source.info.type.name).reshape((stop - start, *shape[1:]))
 
     def tokenizer_files(self) -> dict[str, str]:
         """Names and texts of the tokenizer's files; empty where the file has no tokenizer.

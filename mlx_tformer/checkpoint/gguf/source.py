@@ -1,6 +1,7 @@
 """A .gguf file as a source: what `gguf` reads out of it, under the names that a Hugging Face folder would have."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,9 @@ class GgufSource(Source):
 
     def read(self, name: str) -> mx.array:
         return self.file.read(name)
+
+    def blocks(self, name: str, rows: int) -> Iterator[mx.array]:
+        return self.file.blocks(name, rows)
 
     def companions(self) -> dict[str, bytes]:
         files = {name: text.encode() for name, text in self.file.tokenizer_files().items()}
