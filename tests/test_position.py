@@ -8,12 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from helpers import GOLDEN, gap
+from helpers import GOLDEN, gap, golden
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import f64
 
 from mlx_tformer.config import Config
+from mlx_tformer.errors import UsageError
 from mlx_tformer.families.falcon import RoundedAlibi
 from mlx_tformer.families.llama4_text import NormedRope, Tempered
 from mlx_tformer.nn import (
@@ -257,6 +258,17 @@ def test_learned_positions_are_rows_of_a_table() -> None:
     opt = Learned(10, 4, first=2)
     assert opt.table.weight.shape == (12, 4) and gap(opt(3, 5), opt.table.weight[7:10]) == 0
     assert str(opt) == "learned, 10 positions"
+
+
+def test_a_text_longer_than_the_table_is_refused_and_nothing_behind_it_read() -> None:
+    learned = Learned(10, 4, first=2)
+    assert learned(10, 0).shape == (10, 4) and learned(3, mx.array([7, -2])).shape == (2, 3, 4)
+    with pytest.raises(UsageError, match="found a text of 11 tokens, but the model has 10 positions"):
+        learned(3, 8)
+    with pytest.raises(UsageError, match="found a text of 11 tokens"):
+        learned(3, mx.array([0, 8]))
+    with pytest.raises(UsageError, match="found a text of 129 tokens, but the model has 128 positions"):
+        golden("gpt2")(mx.zeros((1, 129), dtype=mx.int32))
 
 
 def test_rows_that_begin_elsewhere_have_positions_of_their_own_and_padding_has_the_first() -> None:

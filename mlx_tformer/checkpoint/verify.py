@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import BadInput, Mismatch, UsageError
 from ..lm import LanguageModel
@@ -19,6 +18,9 @@ from .load import load, stored_dtype
 from .open import open_source
 from .plan import Plan, Recipe, plan, shapes, unpacked
 from .source import Source, Tensor
+
+if TYPE_CHECKING:  # numpy is slow to import, and the package shall not be
+    import numpy as np
 
 TEXT = (
     "In the year 1687 Isaac Newton wrote that every body attracts every other with a force that falls as the square of "
@@ -110,7 +112,7 @@ def verify(
         a=str(a),
         b=str(b),
         tokens=len(tokens),
-        largest_error=float(np.abs(logits - others).max()),
+        largest_error=float(abs(logits - others).max()),
         deviation=float(logits.std()),
         mean_kl=kl,
         top1=top1,
@@ -179,8 +181,10 @@ def _limit(a: _Side, b: _Side) -> float:
 
 def _logits(
     where: str | Path, dtype: str, text: str | None, ids: Sequence[int] | None, revision: str | None
-) -> tuple[np.ndarray, list[int]]:
+) -> tuple["np.ndarray", list[int]]:
     """Logits (L, V) in float32, and the ids of the prompt; the model is gone when this returns."""
+    import numpy as np
+
     lm = load(where, dtype, context=0, revision=revision)
     tokens = (_prompt(lm, text) if ids is None else list(ids))[: lm.context]
     if not tokens:
@@ -199,8 +203,10 @@ def _prompt(lm: LanguageModel, text: str | None) -> list[int]:
     return found or [(i * 2654435761 % 2**32) * lm.vocab >> 32 for i in range(1, TOKENS + 1)]
 
 
-def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+def _compared(a: "np.ndarray", b: "np.ndarray") -> tuple[float, float]:
     """The mean KL divergence and the share of positions with the same most likely token, of logits (L, V)."""
+    import numpy as np
+
     divergences, same = [], []
     for x, y in zip(a.astype(np.float64), b.astype(np.float64), strict=True):
         p, q = _log_softmax(x), _log_softmax(y)
@@ -209,7 +215,9 @@ def _compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return float(np.mean(divergences)), float(np.mean(same))
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
+def _log_softmax(x: "np.ndarray") -> "np.ndarray":
+    import numpy as np
+
     shifted = x - x.max()
     return shifted - np.log(np.exp(shifted).sum())
 

@@ -9,10 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UsageError
 from .tap import Module
 
 
@@ -318,12 +320,18 @@ class Learned(Module):
     def __init__(self, count: int, dim: int, first: int = 0):
         super().__init__()
         self.table = nn.Embedding(count + first, dim)
-        self.first = first
+        self.count, self.first = count, first
 
     def __call__(self, length: int, offset: int | mx.array) -> mx.array:
-        """Vectors (L, C) of the positions from `offset` on; (B, L, C) if the rows of a batch begin elsewhere."""
+        """Vectors (L, C) of the positions from `offset` on; (B, L, C) if the rows of a batch begin elsewhere.
+
+        Raises UsageError for a text that is longer than the table: MLX would read whatever lies behind it.
+        """
+        longest = length + (offset if isinstance(offset, int) else max(cast(list[int], offset.tolist())))
+        if longest > self.count:
+            raise UsageError(f"ids: found a text of {longest} tokens, but the model has {self.count} positions")
         start = offset if isinstance(offset, int) else offset[:, None]
         return self.table(mx.maximum(mx.arange(length) + start, 0) + self.first)  # padding stands at the first position
 
     def __str__(self) -> str:
-        return f"learned, {self.table.weight.shape[0] - self.first} positions"
+        return f"learned, {self.count} positions"
