@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,19 @@ NAMES = {"owner/model": "model", "a/b/c.gguf": "c", "./x/": "x", ".": "model", "
 @pytest.mark.parametrize(("where", "name"), NAMES.items())
 def test_the_default_name(where: str, name: str) -> None:
     assert default_dest(where) == Path("weights") / name
+
+
+def test_a_bias_that_chooses_experts_keeps_its_precision(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "deepseek_v3", source)
+    tensors = mx.load(str(source / "model.safetensors"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors[name] = tensors[name].astype(mx.float32) + 1e-4  # no bfloat16 holds this
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    made = convert(source, tmp_path / "made")
+    assert made.largest_error == 0
+    for folder in (source, made.path):
+        router = mt.load(folder).model.decoder.layers[1].mlp.op.router
+        assert mx.array_equal(router.correction, tensors[name]).item()
+    again = mt.export(made.path, tmp_path / "again").path
+    assert mx.array_equal(mx.load(str(again / "model.safetensors"))[name], tensors[name]).item()

@@ -142,7 +142,7 @@ class _Work:
     def _dtype(self, name: str) -> mx.Dtype:
         """What a tensor of ours is stored as."""
         kind = packed_dtype(name, {**self.made.quantization, **self.ways})
-        return self.settings.dtype if kind is None else kind
+        return self.made.float_dtype(name, self.settings.dtype, self.source) if kind is None else kind
 
     def write(self, folder: Path, progress: Progress | None) -> None:
         """Put the whole layout into an empty folder."""
@@ -167,7 +167,7 @@ class _Work:
         """The rows of a tensor in the dtype that was asked for."""
         made = _Made()
         for raw in self.made.recipes[name].blocks(self.source):
-            value = as_float(raw, self.settings.dtype)
+            value = as_float(raw, self.tensors[name].dtype)
             made.add(raw, value, value)
             yield name, value
         self._finish(name, made)

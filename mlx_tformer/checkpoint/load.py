@@ -57,7 +57,8 @@ def load(
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:
     """Give the planned model its weights, in `dtype`; nothing is read before it is used, copies apart."""
-    weights = [(name, as_float(recipe.make(source.mapped), dtype)) for name, recipe in made.recipes.items()]
+    kinds = {name: made.float_dtype(name, dtype, source) for name in made.recipes}
+    weights = [(name, as_float(recipe.make(source.mapped), kinds[name])) for name, recipe in made.recipes.items()]
     made.model.load_weights(weights)
     if made.quantization.get("embed.tokens", {"mode": "affine"})["mode"] != "affine":
         made.model.embed.dtype = dtype

@@ -6,6 +6,7 @@ made. `load` and `convert` carry it out, the one in memory, the other file by fi
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ from ..config import Config
 from ..errors import BadInput
 from ..families import Family, family
 from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, assign, readings, summary
-from ..nn import LM, ExpertLinear
+from ..nn import LM, ExpertLinear, Module
 from .language_part import is_part, language_config, language_names, leave_out
 from .mlx_names import with_mlx_names
 from .source import STEP, Quantization, Source, Tensor
@@ -128,6 +129,18 @@ class Plan:
     """What a user should know: that parts of the checkpoint are not used, for example."""
     names: Names = field(default_factory=dict)
     """What checkpoints like this one call the weights."""
+
+    @cached_property
+    def precise(self) -> frozenset[str]:
+        """Parameters that keep the dtype they are stored in."""
+        modules = (module for module in self.model.modules() if isinstance(module, Module))
+        return frozenset(f"{module.path}.{leaf}" for module in modules for leaf in module.precise)
+
+    def float_dtype(self, name: str, asked: mx.Dtype, source: Source) -> mx.Dtype:
+        """What the floats of a parameter become in a model of `asked`."""
+        if name not in self.precise or asked == mx.float32:
+            return asked
+        return source.tensors[self.recipes[name].pieces[0].source].dtype
 
 
 def plan(source: Source) -> Plan:

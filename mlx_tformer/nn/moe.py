@@ -52,6 +52,8 @@ class Router(Module):
     `normalise`, times `scale`.
     """
 
+    precise = ("correction",)  # rounded, it would choose other experts
+
     def __init__(
         self,
         dim: int,

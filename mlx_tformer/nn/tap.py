@@ -18,6 +18,9 @@ import mlx.nn as nn
 class Module(nn.Module):
     """An MLX module that knows where it stands in the model: `decoder.layers.3.attn.op`."""
 
+    precise: tuple[str, ...] = ()
+    """Parameters that stay in the dtype they are stored in, whatever the model computes in."""
+
     def __init__(self) -> None:
         super().__init__()
         self.path = ""
