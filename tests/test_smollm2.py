@@ -75,6 +75,16 @@ def test_the_conversion_gives_the_same_logits_bit_for_bit(smollm2, converted):
     assert list(again.chat(QUESTION)) == list(smollm2.chat(QUESTION))
 
 
+def test_a_hugging_face_folder_of_it_gives_the_same(smollm2, converted, tmp_path):
+    folder = mt.export(converted, tmp_path / "plain", dtype="float32").path
+    plain = mt.load(folder, dtype="float32")
+    assert not (folder / "conversion.json").exists()
+    logits = np.array(plain(mx.array([PROMPT]))[0, -1])
+    np.testing.assert_allclose(logits[list(BEST)], list(BEST.values()), atol=0.01)
+    assert greedy(plain, PROMPT, len(CONTINUATION)) == CONTINUATION
+    assert list(plain.chat(QUESTION)) == list(smollm2.chat(QUESTION))
+
+
 def test_converting_the_conversion_changes_nothing(converted, tmp_path):
     again = convert(converted, tmp_path / "again").path
     names = sorted(file.name for file in converted.iterdir())

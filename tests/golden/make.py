@@ -15,11 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recipes import ASKED, BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
+from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
 
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
 MARGIN = 0.03  # the best greedy logit leads by so much at every step, or the next seed is tried
+
+ASKED: dict[str, Settings] = {
+    "cohere": {"num_attention_heads": 128},
+    "cohere2": {"num_attention_heads": 128},
+    "deepseek_v2": {"num_attention_heads": 64, "num_experts_per_tok": 6},
+    "deepseek_v3": {"num_attention_heads": 128},
+    "falcon": {"num_attention_heads": 71},
+}
+"""Settings with which the defaults of a config class are asked for, where they are not just 64 heads.
+
+Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
+"""
 
 CORRECTION = "e_score_correction_bias"
 """A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""

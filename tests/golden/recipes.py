@@ -436,15 +436,3 @@ ROPES: dict[str, tuple[int, int, Settings]] = {
         },
     ),
 }
-
-ASKED: dict[str, Settings] = {
-    "cohere": {"num_attention_heads": 128},
-    "cohere2": {"num_attention_heads": 128},
-    "deepseek_v2": {"num_attention_heads": 64, "num_experts_per_tok": 6},
-    "deepseek_v3": {"num_attention_heads": 128},
-    "falcon": {"num_attention_heads": 71},
-}
-"""Settings with which the defaults of a config class are asked for, where they are not just 64 heads.
-
-Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
-"""
