@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 from helpers import CASES, GOLDEN, config_of, expected, gap, golden, ids_of, leaves, limit, load, variant
 
 import mlx_tformer.config
+from mlx_tformer.checkpoint.plan import build
 from mlx_tformer.errors import BadInput
 from mlx_tformer.families import family
 from mlx_tformer.nn import LM, Attention, Groups, Position, Rope, ShiftedRMSNorm
@@ -249,9 +250,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 def wrong(config: Config, path: tuple[str, ...]) -> Config:
     """The config with a wrong value for one setting."""
     *tables, key = path
-    holder = config
-    for table in tables:
-        holder = holder[table]
+    holder = reduce(lambda table, name: table[name], tables, config)
     value = holder[key]
     holder[key] = not value if isinstance(value, bool) else WRONG.get(key, raised)(value)
     return config
@@ -287,6 +286,22 @@ def test_a_wrong_setting_moves_the_logits_or_does_not_load(name: str, tmp_path: 
     assert readers
     unseen = [p for p, of in readers.items() if not any(shows(c, wrong(config_of(c), p), tmp_path) for c in of)]
     assert unseen == []
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("value", [0, 3, 2**24, 0.5, [1]], ids=str)
+def test_a_setting_of_any_value_is_refused_or_makes_a_model_that_runs(name: str, value: Any) -> None:
+    case = next(case for case in CASES if kind_of(case) == name)
+    for path in settings_of(case):
+        config = config_of(case)
+        reduce(lambda table, key: table[key], path[:-1], config)[path[-1]] = value
+        if path[-1] not in ("num_hidden_layers", "n_layer", "n_layers"):
+            try:
+                build(family(name), mlx_tformer.config.Config(config))(
+                    ids_of(case)
+                )  # shapes alone: nothing is computed
+            except BadInput as error:
+                assert str(error).startswith("config.json: ")
 
 
 PATTERNS: list[tuple[str, Config]] = [
