@@ -26,7 +26,7 @@ from .nn import (
     Window,
     Yarn,
 )
-from .settings import HARMLESS, HARMLESS_VALUES, MOST, ROPE_KEYS, RULES, Other
+from .settings import HARMLESS, HARMLESS_VALUES, MOST, MOST_ROTARY, ROPE_KEYS, RULES, Other
 
 
 class Stored(Protocol):
@@ -184,6 +184,9 @@ class Config:
         dims = int(head_dim * table.get("partial_rotary_factor", 1.0))
         if dims < 1 or (dims % 2 and dims == head_dim):
             raise BadInput(f"found {dims} rotary features, expected an even number", file=self.file, field="head_dim")
+        if dims > MOST_ROTARY:
+            problem = f"found {dims} rotary features, expected at most {MOST_ROTARY}"
+            raise BadInput(problem, file=self.file, field="head_dim")
         rope = Rope(dims, table.get("rope_theta", 10000.0), self._scaling(table, dims), interleaved=interleaved)
         if not _turns(rope):
             problem = f"found {_short(table)}, which gives no usable frequencies for {dims} features"

@@ -7,6 +7,7 @@ from typing import Any
 from .nn import ACTIVATIONS
 
 MOST_LAYERS = 10_000
+MOST_ROTARY = 2**16
 MOST = 2**31 - 1
 """MLX counts the rows and columns of an array in 32 bits."""
 

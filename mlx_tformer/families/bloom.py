@@ -15,7 +15,7 @@ ABSENT = {
 
 def model(c: Config) -> LM:
     dim, heads, eps = c["hidden_size"], c["n_head"], c.get("layer_norm_epsilon", 1e-5)
-    alibi, head_dim = Alibi(heads), c.head_dim("hidden_size", "n_head")
+    head_dim, alibi = c.head_dim("hidden_size", "n_head"), Alibi(heads)
     c.expect(apply_residual_connection_post_layernorm=False, tie_word_embeddings=True)
     c.ignore("slow_but_exact", "seq_length", "offset_alibi", "unk_token_id", "n_inner", "attention_softmax_in_fp32")
     c.ignore("masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv")

@@ -62,6 +62,7 @@ def save(name: str, folder: Path, seed: int) -> None:
     settings = {**RECIPES[name]}
     kind = settings.pop("model_type")
     config = AutoConfig.for_model(kind, **{**base_of(kind), **settings})
+    torch.manual_seed(seed)  # for what begins as noise, such as sinks
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     perturb(model, seed, strong=name in STRONG)
     model.to(torch.bfloat16).save_pretrained(folder)
