@@ -156,3 +156,13 @@ def test_statistics_count_what_happened(shakespeare):
     assert 0 < stats.first_token_seconds <= stats.seconds
     assert stats.cache_bytes > 0
     assert stats.peak_bytes >= stats.cache_bytes
+
+
+@pytest.mark.parametrize("case", ["llama-longrope", "llama-dynamic"])
+def test_a_text_is_read_again_once_at_most(case):
+    lm = loaded(case)
+    trained = lm.model.scaled_positions()[0].scaling.trained
+    decoder = Decoder(lm.model, [7] * (trained - 4), Sampler(Sampling()), planned=trained + 8)
+    contexts = [decoder.cache.context for _ in decoder]
+    assert contexts == sorted(contexts)
+    assert set(contexts) == {trained - 4, trained + 8}

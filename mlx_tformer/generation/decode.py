@@ -86,5 +86,5 @@ class Decoder:
 
     def _outgrown(self) -> bool:
         """True if the cache is not right for a text of one more token."""
-        length = self.cache.length + 1
-        return any(p.regime(length) != p.regime(self.cache.context) for p in self._scaled)
+        length, context = self.cache.length + 1, self.cache.context
+        return length > context and any(p.regime(length) != p.regime(context) for p in self._scaled)
