@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from cli_models import invoke
 from helpers import GOLDEN, cases_of, expected, gap, limit, seen, tensors
 from registry import package_file
 
@@ -144,7 +145,7 @@ def test_gamma_and_beta_position_ids_heads_of_other_tasks_and_a_second_decoder_a
     assert gap(model(ids, attention_mask=mask), loaded("bert")(ids, attention_mask=mask)) == 0
     assert ["pooler" in note or "next sentence" in note for note in model.notes] == [True, True]
     weights["cls.predictions.decoder.weight"] = mx.zeros((131, 48))
-    with pytest.raises(BadInput, match="differs from embed.tokens.weight"):
+    with pytest.raises(BadInput, match=r"differs from embed\.tokens\.weight"):
         mt.load(written(tmp_path / "wrong", weights, "bert"))
 
 
@@ -208,7 +209,11 @@ def minilm() -> mt.EncoderModel:
 
 
 def test_sentences_of_a_real_model_are_as_alike_as_they_are_known_to_be(minilm: mt.EncoderModel) -> None:
-    texts = ["A man is eating food.", "A man is eating a piece of bread.", "Stock prices fell sharply on Monday morning."]
+    texts = [
+        "A man is eating food.",
+        "A man is eating a piece of bread.",
+        "Stock prices fell on Monday morning.",
+    ]
     batch = minilm.embed(texts)
     assert batch.shape == (3, 384)
     assert (batch[0] @ batch[1]).item() == pytest.approx(0.755, abs=0.005)
@@ -224,3 +229,19 @@ def test_sentences_of_a_real_model_are_as_alike_as_they_are_known_to_be(minilm: 
 def test_a_text_that_is_too_long_is_refused_by_its_number(minilm: mt.EncoderModel) -> None:
     with pytest.raises(UsageError, match="602 tokens in text 1"):
         minilm.embed(["a", "a " * 600])
+
+
+def test_a_real_model_quantized_to_8_bits_is_nearly_the_same(minilm: mt.EncoderModel, tmp_path: Path) -> None:
+    made = mt.convert(minilm.origin, tmp_path / "small", quantize=8)
+    assert any("embed.types" in line and "added to every token" in line for line in made.unquantized)
+    texts = ["A man is eating food.", "A man is eating a piece of bread."]
+    small = mt.load(made.path).embed(texts)
+    assert (small * minilm.embed(texts)).sum(axis=-1).min().item() > 0.999
+
+
+def test_commands_that_need_a_decoder_say_so_in_one_line() -> None:
+    folder = str(GOLDEN / "bert")
+    for command in (["card", folder], ["generate", "-m", folder, "hi"], ["verify", folder, folder]):
+        done = invoke(*command)
+        assert done.exit_code == 2
+        assert done.stderr.count("\n") == 1 and "is an encoder" in done.stderr

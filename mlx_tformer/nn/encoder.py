@@ -45,6 +45,7 @@ class Encoder(Module):
         if head is not None:
             self.head = head
         self.has_head = head is not None
+        self.tied = self.has_head  # the embedding makes the logits
         name_modules(self)
 
     @property

@@ -80,7 +80,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Around(Mask):
-    """A query sees `reach` keys on either side, and itself (ModernBERT's `local_attention`, which counts both sides)."""
+    """A query sees itself and `reach` keys on either side (ModernBERT: half of `local_attention`)."""
 
     reach: int
 
