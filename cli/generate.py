@@ -127,11 +127,12 @@ def prompt_text(prompt: str | None) -> str:
 
 def loaded(asked: Request) -> "LanguageModel":
     """The model that is asked for, or the bundled one, which is said in its notes."""
-    from mlx_tformer import load
+    from mlx_tformer.checkpoint.load import load_decoder
     from mlx_tformer.checkpoint.open import BUNDLED, EXAMPLE, bundled
 
     # Whether the asked length fits is checked when the prompt has been counted.
-    lm = load(bundled() if asked.model is None else asked.model, asked.dtype, context=0, revision=asked.revision)
+    where = bundled() if asked.model is None else asked.model
+    lm = load_decoder(where, asked.dtype, context=0, revision=asked.revision)
     if asked.model is None:
         lm.notes.append(f"using the bundled model {BUNDLED}; a real one to try: --model {EXAMPLE}")
     return lm

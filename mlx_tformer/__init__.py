@@ -8,6 +8,7 @@ from .checkpoint.convert import Conversion, convert  # noqa: E402
 from .checkpoint.export import Export, export  # noqa: E402
 from .checkpoint.load import load  # noqa: E402
 from .checkpoint.verify import Verification, verify  # noqa: E402
+from .encoder import EncoderModel  # noqa: E402
 from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
 from .lm import LanguageModel  # noqa: E402
 
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "Conversion",
+    "EncoderModel",
     "Export",
     "InputOutputError",
     "LanguageModel",

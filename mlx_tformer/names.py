@@ -9,7 +9,8 @@ is a path of ours, or a rule:
 tensor;
 * `Moved(path, changes)`: the same values in another order, such as a transposed matrix;
 * `Same(path)`: the same weights stored a second time, as a tied head is; they must be equal;
-* `Drop(reason)`: not needed, such as a table that is computed from the config.
+* `Drop(reason)`: not needed, such as a table that is computed from the config;
+* `Unused(reason)`: the same for what another task would need, so that users are told.
 """
 
 import re
@@ -154,6 +155,12 @@ class Drop:
     """Weights that the model does not need, and why."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Unused(Drop):
+    """Weights of a part that the model can do without and that a user may look for, such as the head of another
+    task."""
 
 
 Rule = str | Rows | Expert | Moved | Same | Drop

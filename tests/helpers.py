@@ -17,7 +17,15 @@ import mlx_tformer as mt
 from mlx_tformer.nn import LM, Attention, LatentAttention, watch
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.parent.name for path in GOLDEN.glob("*/case.json"))
+
+
+def cases_of(kind: str) -> list[str]:
+    """The golden cases of one kind: "lm" for decoders, "mlm" for encoders."""
+    files = GOLDEN.glob("*/case.json")
+    return sorted(file.parent.name for file in files if json.loads(file.read_text())["kind"] == kind)
+
+
+CASES = cases_of("lm")
 
 
 def load(folder: Path) -> LM:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from ..card import Card, card
+from ..errors import UsageError
 from ..families import family
-from ..nn import LM
+from ..nn import LM, Encoder
 from ..tokens import Tokenizer
 from .folder import Folder
 from .formats import understood
@@ -22,7 +23,7 @@ def describe(
 
     context: tokens to count the cache for; the full context by default. Weights are neither read nor fetched: a
     folder with nothing but a config.json has a card as well. Raises BadInput for a config that is not understood and
-    for files that do not fit it.
+    for files that do not fit it, UsageError for an encoder.
     """
     place = find(where, revision=revision, progress=progress, config_only=True)
     source = _opened(place)
@@ -52,8 +53,14 @@ def _opened(place: Place) -> Source:
 def _built(source: Source) -> LM:
     """The module tree; held against the tensors if there are any."""
     if source.tensors:
-        return plan(source).model
+        return _decoder(plan(source).model, source)
     config = language_config(source)
     model = build(family(config.model_type), config)
     pack(model, source.quantization)
+    return _decoder(model, source)
+
+
+def _decoder(model: LM | Encoder, source: Source) -> LM:
+    if isinstance(model, Encoder):
+        raise UsageError(f"{source.origin} is an encoder, and there are cards of decoders alone")
     return model

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..encoder import EncoderModel
 from ..errors import BadInput, UsageError
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
+from ..nn import Encoder
 from ..tokens import Tokenizer
 from .open import open_source
 from .plan import Plan, Recipe, plan
@@ -26,8 +28,8 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     progress: bool = True,
-) -> LanguageModel:
-    """A model that is ready to use, and its tokenizer if there is one.
+) -> LanguageModel | EncoderModel:
+    """A model that is ready to use, and its tokenizer if there is one: a language model, or an encoder (BERT).
 
     where: a folder of ours, a Hugging Face folder, a .gguf file, a name below `weights/`, or an id on the hub.
     dtype: "float32", "float16" or "bfloat16"; None keeps what the checkpoint is stored in. Packed weights stay packed.
@@ -49,10 +51,22 @@ def load(
     kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
     tokenizer = Tokenizer.from_files(source.companions(), source.origin)
     notes = [*source.notes, *made.notes]
+    if isinstance(made.model, Encoder):
+        check_fits(made.model, tokens=0, dtype=kind)  # it remembers nothing
+        fill(made, source, kind)
+        return EncoderModel(made.model, made.config, tokenizer, kind, source.origin, notes)
     lm = LanguageModel(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, notes)
     check_fits(made.model, tokens=min(lm.context, ROOM) if context is None else context, dtype=kind)
     fill(made, source, kind)
     return lm
+
+
+def load_decoder(
+    where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
+) -> LanguageModel:
+    """What `load` gives, for those who need the next token; raises UsageError for an encoder."""
+    found = load(where, dtype, context=context, revision=revision)
+    return found.refuse() if isinstance(found, EncoderModel) else found
 
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:

@@ -25,6 +25,7 @@ NEVER = {
     "router": "decides which experts a token goes to",
     "shared_gate": "decides how much the shared expert counts",
     "positions": "is added to every token",
+    "embed.types": "is added to every token",
     "norm": "scales every token",
 }
 """Parts that are never packed, and why. To ask for one to be kept is no mistake, even where there is none."""

@@ -18,8 +18,8 @@ from mlx.utils import tree_flatten
 from ..config import Config
 from ..errors import BadInput
 from ..families import Family, family
-from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, assign, readings, summary
-from ..nn import LM, ExpertLinear, Module
+from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, Unused, assign, readings, summary
+from ..nn import LM, Encoder, ExpertLinear, Module
 from .language_part import is_part, language_config, language_names, leave_out
 from .mlx_names import with_mlx_names
 from .source import STEP, Quantization, Source, Tensor
@@ -118,7 +118,7 @@ def packed_names(weight: str, mode: str = "affine") -> tuple[str, ...]:
 class Plan:
     """A model without weights, and how each of its parameters is made."""
 
-    model: LM
+    model: LM | Encoder
     config: Config
     family: Family
     recipes: dict[str, Recipe]
@@ -155,7 +155,7 @@ def plan(source: Source) -> Plan:
     names = language_names(kind.names(config), source.config, source.tensors)
     theirs = language_names(with_mlx_names(kind.name, kind.names(config)), source.config, source.tensors)
     assignment = _identity(source) if source.ours else _assigned(source, theirs, model)
-    notes = leave_out(assignment) if is_part(source.config) else []
+    notes = [*(leave_out(assignment) if is_part(source.config) else []), *_unused(assignment, names)]
     check_packing(source)
     packed = _packed(source, assignment, model)
     recipes = _recipes(source, assignment, packed)
@@ -167,7 +167,7 @@ def plan(source: Source) -> Plan:
     return made
 
 
-def build(kind: Family, config: Config) -> LM:
+def build(kind: Family, config: Config) -> LM | Encoder:
     """The module tree for a config, all of whose settings must be understood; allocates no weights."""
     try:
         model = kind.model(config)
@@ -224,6 +224,13 @@ def _assigned(source: Source, names: Names, model: nn.Module) -> Assignment:
             del found.pieces[target]
             found.dropped |= dict.fromkeys(sources, "zeros, for a bias that the model does not have")
     return found
+
+
+def _unused(assignment: Assignment, names: Names) -> list[str]:
+    """What a user should know was left out, and why."""
+    reasons = list(dict.fromkeys(rule.reason for rule in names.values() if isinstance(rule, Unused)))
+    left = {reason: [name for name, why in assignment.dropped.items() if why == reason] for reason in reasons}
+    return [f"left out: {summary(found)}, {reason}" for reason, found in left.items() if found]
 
 
 def _module(tensor: str) -> str:

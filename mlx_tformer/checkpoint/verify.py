@@ -14,7 +14,8 @@ import mlx.core as mx
 from ..errors import BadInput, Mismatch, UsageError
 from ..lm import LanguageModel
 from ..names import summary
-from .load import load, stored_dtype
+from .load import load_decoder as load
+from .load import stored_dtype
 from .open import open_source
 from .plan import Plan, Recipe, plan, shapes, unpacked
 from .source import Source, Tensor

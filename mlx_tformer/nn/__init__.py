@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `mlp`, `moe`,
-`block`, `draft`, `model`.
+`block`, `draft`, `model`, `encoder`.
 """
 
 from mlx.nn import Linear
@@ -11,8 +11,9 @@ from .block import Block, Parallel, Residual
 from .cache import KV, Apart, Cache, State, Stateful, WindowKV, stateful
 from .context import Context
 from .draft import NextToken
+from .encoder import Encoder, TokenHead
 from .latent import LatentAttention
-from .mask import Causal, Chunk, Everything, Mask, Window, visible
+from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
 from .moe import ExpertLinear, Experts, Groups, Mixture, Router
@@ -39,6 +40,7 @@ __all__ = [
     "Alibi",
     "AllHeads",
     "Apart",
+    "Around",
     "Attention",
     "Block",
     "Cache",
@@ -48,6 +50,7 @@ __all__ = [
     "DynamicNTK",
     "EachHead",
     "Embed",
+    "Encoder",
     "Everything",
     "ExpertLinear",
     "Experts",
@@ -80,6 +83,7 @@ __all__ = [
     "Stack",
     "State",
     "Stateful",
+    "TokenHead",
     "UnitRMSNorm",
     "Unscaled",
     "Window",

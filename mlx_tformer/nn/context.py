@@ -20,6 +20,8 @@ class Context:
     """Padding in front of each row of the batch, (B,)."""
     context: int = 0
     """Length of the whole text, for positions that depend on it."""
+    real: mx.array | None = None
+    """Keys that are text and not padding, (B, S) booleans, where padding may stand anywhere (encoders)."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
     _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
 
@@ -40,7 +42,7 @@ class Context:
     def visible(self, mask: Mask, keys: int) -> mx.array | str | None:
         """Which of the last `keys` tokens the new ones see; layers with the same mask share the answer."""
         if (mask, keys) not in self._masks:
-            self._masks[mask, keys] = visible(mask, *self._ranges(keys), self.left)
+            self._masks[mask, keys] = visible(mask, *self._ranges(keys), self.left, self.real)
         return self._masks[mask, keys]
 
     def bias(self, position: Position, keys: int) -> mx.array | None:

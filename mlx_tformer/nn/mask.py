@@ -79,6 +79,22 @@ class Window(Mask):
 
 
 @dataclass(frozen=True)
+class Around(Mask):
+    """A query sees itself and `reach` keys on either side (ModernBERT: half of `local_attention`)."""
+
+    reach: int
+
+    def sees(self, query: mx.array, key: mx.array) -> mx.array:
+        return mx.abs(query - key) <= self.reach
+
+    def covers(self, queries: range, keys: range) -> bool:
+        return max(queries[-1] - keys[0], keys[-1] - queries[0]) <= self.reach
+
+    def __str__(self) -> str:
+        return f"{self.reach} on either side"
+
+
+@dataclass(frozen=True)
 class Chunk(Mask):
     """A query sees the keys of its own stretch of `size` positions (Llama 4's `attention_chunk_size`)."""
 
@@ -122,11 +138,14 @@ def window_of(mask: Mask) -> int | None:
     return min((part.size for part in mask.parts if isinstance(part, Window | Chunk)), default=None)
 
 
-def visible(mask: Mask, queries: range, keys: range, left: mx.array | None = None) -> mx.array | str | None:
-    """The mask for these positions: None, "causal", or booleans (L, S), with padding (B, 1, L, S).
+def visible(
+    mask: Mask, queries: range, keys: range, left: mx.array | None = None, real: mx.array | None = None
+) -> mx.array | str | None:
+    """The mask for these positions: None, "causal", or booleans (L, S), with padding (B, 1, L, S) or (B, 1, 1, S).
 
     `left` (B,) counts the padding in front of each row of a batch; nobody sees padding, and a padded query sees
-    nothing.
+    nothing. `real` (B, S) is True at keys that are no padding, wherever that stands; what its queries see is left
+    open.
 
     >>> visible(Causal() & Window(3), range(2), range(2))
     'causal'
@@ -138,10 +157,15 @@ def visible(mask: Mask, queries: range, keys: range, left: mx.array | None = Non
     query, key = mx.arange(queries.start, queries.stop)[:, None], mx.arange(keys.start, keys.stop)
     if left is not None:
         query, key = query - left[:, None, None, None], key - left[:, None, None, None]
-        return mask.sees(query, key) & (query >= 0) & (key >= 0)
+        return _and(mask.sees(query, key) & (query >= 0) & (key >= 0), real)
     parts = tuple(part for part in mask.parts if not part.covers(queries, keys))
     if not parts:
-        return None
-    if parts == (Causal(),) and queries[-1] == keys[-1]:
+        return None if real is None else real[:, None, None]
+    if parts == (Causal(),) and queries[-1] == keys[-1] and real is None:
         return "causal"
-    return Both(parts).sees(query, key)
+    return _and(Both(parts).sees(query, key), real)
+
+
+def _and(seen: mx.array, real: mx.array | None) -> mx.array:
+    """What is seen (..., L, S) of the keys that are no padding (B, S)."""
+    return seen if real is None else seen & real[:, None, None]

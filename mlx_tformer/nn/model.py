@@ -15,9 +15,10 @@ from .tap import Module, name_modules, tap
 
 
 class Embed(Module):
-    """Token vectors, (B, L) -> (B, L, C): norm(scale * token + position), with the parts that a family has.
+    """Token vectors, (B, L) -> (B, L, C): norm(scale * token + position + type), with the parts that a family has.
 
-    `into` widens vectors that are narrower than the model (OPT's `word_embed_proj_dim`).
+    `into` widens vectors that are narrower than the model (OPT's `word_embed_proj_dim`). `types` is how many kinds of
+    token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors).
     """
 
     def __init__(
@@ -29,9 +30,13 @@ class Embed(Module):
         scale: float = 1.0,
         norm: Norm | None = None,
         into: nn.Module | None = None,
+        types: int = 0,
     ):
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
+        self.kinds = types
+        if types:
+            self.types = nn.Embedding(types, dim)
         self.vocab, self.scale = vocab, scale
         self.dtype: mx.Dtype | None = None
         """What the vectors are made into, if they do not come so: packed ones with scales of 8 bits are bfloat16, which
@@ -42,12 +47,15 @@ class Embed(Module):
         self.norm: Norm = nn.Identity() if norm is None else norm
         self.into = nn.Identity() if into is None else into
 
-    def __call__(self, ids: mx.array, ctx: Context) -> mx.array:
+    def __call__(self, ids: mx.array, ctx: Context, types: mx.array | None = None) -> mx.array:
+        """`types` (B, L) are the kinds of the tokens; None: all of the first."""
         x = self.tokens(ids)
         x = self.into(x if self.dtype is None else x.astype(self.dtype))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
         if self.has_positions:
             x = x + self.positions(ids.shape[1], ctx.offset)
+        if self.kinds:
+            x = x + self.types(mx.array([0]) if types is None else types)
         return tap(self, "out", self.norm(x))
 
 
