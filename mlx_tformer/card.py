@@ -25,6 +25,8 @@ from .nn import (
     GatedMlp,
     Identity,
     LayerNorm,
+    Mamba,
+    Mamba2,
     Mlp,
     NextToken,
     Parallel,
@@ -259,6 +261,12 @@ def _(op: Attention) -> Facts:
 def _(op: Mlp | GatedMlp) -> Facts:
     style = "gated" if isinstance(op, GatedMlp) else "plain"
     return {"kind": "mlp", "style": style, "activation": op.act, "width": _hidden(op), "experts": "none (dense)"}
+
+
+@facts_of.register
+def _(op: Mamba | Mamba2) -> Facts:
+    what = f"{op.heads} heads of {op.head_dim}" if isinstance(op, Mamba2) else str(op.features)
+    return {"kind": "state space", "state": f"{what} features of {op.states} numbers, convolution of {op.conv.size}"}
 
 
 @singledispatch

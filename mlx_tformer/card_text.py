@@ -54,6 +54,9 @@ def _rows(card: Card) -> Iterator[tuple[str, str]]:
     yield "layers", f"{card.layers} of width {card.dim:,}"
     yield "residual order", _by_layers(card, _order)
     yield "heads", _by_layers(card, lambda kind: _facts(kind, "heads", _heads))
+    spaces = _by_layers(card, lambda kind: _facts(kind, "state"))
+    if spaces != "none":
+        yield "state space", spaces
     yield "mask", _by_layers(card, lambda kind: _facts(kind, "mask"))
     yield "position", _by_layers(card, lambda kind: _facts(kind, "position"))
     yield "length", _length(card)

@@ -1,5 +1,6 @@
 """What the keys of a config must hold, which of them cannot matter, and what stands for one that is left out."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,21 @@ KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 LAYER_TYPES = Rule(f"a list of {', '.join(KINDS)}", lambda v: isinstance(v, list) and all(kind in KINDS for kind in v))
 SWITCHES = Rule("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
 LAYER_LIST = Rule("a list of layer numbers", lambda v: isinstance(v, list) and all(COUNT.holds(x) for x in v))
+TAPS = Rule("a whole number from 1 to 64", lambda v: _is_size(v) and v <= 64)
+RANK = Rule(f"auto or {WIDTH.expected}", lambda v: v == "auto" or WIDTH.holds(v))
 OBJECT = Rule("an object", lambda v: isinstance(v, dict))
 NUMBER = Rule("a number", _is_number)
 TEXT = Rule("a text", lambda v: isinstance(v, str))
+
+
+def _is_limit(value: object) -> bool:
+    # JSON has no infinity; transformers 5 writes an object in its place.
+    return value in (math.inf, {"__float__": "Infinity"}) or (isinstance(value, int | float) and 0 <= value < 1e30)
+
+
+LIMITS = Rule(
+    "a list of two numbers of 0 or more", lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_limit, v))
+)
 
 RULES: dict[str, Rule] = {
     "_sliding_window_pattern": SIZE,
@@ -63,6 +76,8 @@ RULES: dict[str, Rule] = {
     "attention_chunk_size": SIZE,
     "attention_multiplier": POSITIVE,
     "attn_config": OBJECT,
+    "attn_layer_offset": COUNT,
+    "attn_layer_period": SIZE,
     "attn_logit_softcapping": POSITIVE,
     "attn_scale": POSITIVE,
     "attn_temperature_tuning": Rule("true, false or a number", lambda v: isinstance(v, int | float)),
@@ -70,13 +85,17 @@ RULES: dict[str, Rule] = {
     "classifier_activation": ACTIVATION,
     "classifier_bias": FLAG,
     "clip_qkv": POSITIVE,
+    "conv_kernel": TAPS,
     "d_model": WIDTH,
     "decoder_sparse_step": SIZE,
     "dim": WIDTH,
     "do_layer_norm_before": FLAG,
     "embedding_multiplier": POSITIVE,
     "enable_bias": FLAG,
+    "expand": POSITIVE,
     "expansion_ratio": POSITIVE,
+    "expert_layer_offset": COUNT,
+    "expert_layer_period": SIZE,
     "ffn_dim": WIDTH,
     "ffn_hidden_size": WIDTH,
     "final_logit_softcapping": POSITIVE,
@@ -86,8 +105,8 @@ RULES: dict[str, Rule] = {
     "global_rope_theta": ABOVE_ONE,
     "head_dim": WIDTH,
     "hidden_dim": WIDTH,
-    "hidden_activation": ACTIVATION,
     "hidden_act": ACTIVATION,
+    "hidden_activation": ACTIVATION,
     "hidden_size": WIDTH,
     "interleave_moe_layer_step": SIZE,
     "intermediate_size": WIDTH,
@@ -101,6 +120,12 @@ RULES: dict[str, Rule] = {
     "local_rope_theta": ABOVE_ONE,
     "logit_scale": POSITIVE,
     "logits_scaling": POSITIVE,
+    "mamba_conv_bias": FLAG,
+    "mamba_d_conv": TAPS,
+    "mamba_d_state": WIDTH,
+    "mamba_dt_rank": RANK,
+    "mamba_expand": POSITIVE,
+    "mamba_proj_bias": FLAG,
     "max_position_embeddings": SIZE,
     "max_seq_len": SIZE,
     "max_window_layers": COUNT,
@@ -111,6 +136,7 @@ RULES: dict[str, Rule] = {
     "multi_query": FLAG,
     "n_embd": WIDTH,
     "n_group": SIZE,
+    "n_groups": SIZE,
     "n_head": WIDTH,
     "n_heads": WIDTH,
     "n_inner": WIDTH,
@@ -130,6 +156,7 @@ RULES: dict[str, Rule] = {
     "num_attention_heads": WIDTH,
     "num_experts": WIDTH,
     "num_experts_per_tok": SIZE,
+    "num_heads": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_key_value_heads": WIDTH,
     "num_kv_heads": WIDTH,
@@ -159,13 +186,17 @@ RULES: dict[str, Rule] = {
     "shared_expert_intermediate_size": WIDTH,
     "sliding_window": SIZE,
     "sliding_window_pattern": SIZE,
+    "state_size": WIDTH,
     "swiglu_alpha": POSITIVE,
     "swiglu_limit": POSITIVE,
     "tie_word_embeddings": FLAG,
+    "time_step_limit": LIMITS,
+    "time_step_rank": RANK,
     "topk_group": SIZE,
     "topk_method": TEXT,
     "type_vocab_size": WIDTH,
     "use_bias": FLAG,
+    "use_conv_bias": FLAG,
     "use_parallel_residual": FLAG,
     "use_qk_norm": FLAG,
     "use_qkv_bias": FLAG,

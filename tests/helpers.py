@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 
 import mlx_tformer as mt
 from mlx_tformer.nn import LM, Attention, LatentAttention, watch
+from mlx_tformer.nn.ssm import StateSpace
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -68,8 +69,13 @@ def config_of(case: str) -> dict[str, Any]:
 
 
 def attentions(model: LM) -> list[Attention | LatentAttention]:
-    """The attention of each layer."""
-    return [layer.attn.op for layer in model.decoder.layers]
+    """The attention of each layer that has one."""
+    return [layer.attn.op for layer in model.decoder.layers if "attn" in layer.order]
+
+
+def state_spaces(model: LM) -> list[StateSpace]:
+    """The state spaces of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, StateSpace)]
 
 
 def ids_of(case: str) -> mx.array:

@@ -2,15 +2,18 @@
 
 import mlx.core as mx
 import pytest
-from helpers import CASES, attentions, config_of, expected, gap, golden, ids_of, limit, seen
+from helpers import CASES, attentions, config_of, expected, gap, golden, ids_of, limit, seen, state_spaces
 
 from mlx_tformer.errors import UsageError
 from mlx_tformer.generation.decode import Decoder
 from mlx_tformer.generation.sampling import Sampler, Sampling
-from mlx_tformer.nn import KV, LM, Attention, Cache, WindowKV, latent, moe
+from mlx_tformer.nn import KV, LM, Attention, Cache, Mamba2, WindowKV, latent, moe
 
 TIGHT = 5e-5
 """What float32 really gives on these cases: a tenth of the limit, and three times what was seen."""
+
+ROUNDED = {"jamba": 2}
+"""Cases in whose stream, which reaches 20, transformers itself is 4e-5 from what it computes in float64."""
 
 
 def having(*keys: str) -> list[str]:
@@ -18,7 +21,9 @@ def having(*keys: str) -> list[str]:
     return [case for case in CASES if any(config_of(case).get(key) for key in keys)]
 
 
-SHOWN = [case for case in CASES if "attention.0" in expected(case)]
+SHOWN = [case for case in CASES if any(name.startswith("attention.") for name in expected(case))]
+SPACES = [case for case in CASES if state_spaces(golden(case))]
+ATTENDING = [case for case in CASES if attentions(golden(case))]
 WINDOWED = having("sliding_window", "attention_chunk_size")
 EXPERTS, LATENT = having("num_experts_per_tok"), having("kv_lora_rank")
 GROWING = {"llama-dynamic": 22, "llama-longrope": 22, "phi3-longrope": 16}
@@ -38,19 +43,27 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 def test_hidden_states_are_those_of_transformers(case: str) -> None:
     model, wanted = golden(case), expected(case)
     layers = len(model.decoder.layers)
-    paths = ["embed.out", *(f"decoder.layers.{i}.out" for i in range(layers - 1)), "decoder.out"]
+    if case in ATTENDING:
+        paths = ["embed.out", *(f"decoder.layers.{i}.out" for i in range(layers - 1)), "decoder.out"]
+    else:  # transformers leaves out the embedding there, and not the last block
+        paths = [*(f"decoder.layers.{i}.out" for i in range(layers)), "decoder.out"]
+    assert f"hidden.{len(paths)}" not in wanted
     with seen("*.out") as found:
         model(ids_of(case))
     for i, path in enumerate(paths):
-        assert gap(found[path], wanted[f"hidden.{i}"]) < TIGHT, path
+        assert gap(found[path], wanted[f"hidden.{i}"]) < TIGHT * ROUNDED.get(case, 1), path
 
 
 @pytest.mark.parametrize("case", SHOWN)
 def test_attention_patterns_are_those_of_transformers(case: str) -> None:
     with seen("*.pattern") as found:
         golden(case)(ids_of(case))
-    for i in range(len(golden(case).decoder.layers)):
-        assert gap(found[f"decoder.layers.{i}.attn.op.pattern"], expected(case)[f"attention.{i}"]) < 1e-5
+    names = [name for name in expected(case) if name.startswith("attention.")]
+    assert len(names) == len(attentions(golden(case)))
+    for name in names:
+        layer = name.removeprefix("attention.")
+        pattern = found[f"decoder.layers.{layer}.attn.op.pattern"]
+        assert gap(pattern, expected(case)[name]) < 1e-5 * ROUNDED.get(case, 1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,10 +82,10 @@ def test_the_patterns_of_cached_steps_are_those_rows_of_transformers(case: str, 
     for size in sizes:
         with seen("*.pattern") as found:
             model(ids[:, start : start + size], cache)
-        for i, pattern in enumerate(found.values()):
-            wanted = expected(case)[f"attention.{i}"][:, :, start : start + size, : start + size]
+        for path, pattern in found.items():
+            wanted = expected(case)[f"attention.{path.split('.')[2]}"][:, :, start : start + size, : start + size]
             kept = pattern.shape[-1]
-            assert gap(pattern, wanted[..., start + size - kept :]) < 1e-5
+            assert gap(pattern, wanted[..., start + size - kept :]) < 1e-5 * ROUNDED.get(case, 1)
             assert not wanted[..., : start + size - kept].any()
         start += size
 
@@ -137,7 +150,19 @@ def test_a_window_model_remembers_little_more_than_its_window(case: str, monkeyp
             assert state.keys is not None and state.keys.shape[2] <= state.size + 4
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SPACES)
+def test_a_cache_with_a_state_space_refuses_to_forget_and_stays_as_it_was(case: str) -> None:
+    model, ids = golden(case), ids_of(case)
+    cache = model.new_cache(24)
+    model(ids[:, :12], cache)
+    with pytest.raises(UsageError, match="cannot forget 5 tokens: a state space"):
+        cache.trim(5)
+    cache.trim(0)
+    assert {state.length for state in cache.states.values()} == {12}
+    assert gap(in_parts(model, ids[:, 12:], [1, 1, 7, 3], cache), model(ids)[:, 12:]) < TIGHT
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SPACES])
 def test_a_trimmed_cache_has_forgotten_what_was_trimmed(case: str) -> None:
     model, ids = golden(case), ids_of(case)
     cache = model.new_cache(24)
@@ -157,6 +182,8 @@ def padded_batch(ids: mx.array, rows: int) -> tuple[mx.array, mx.array, list[mx.
 
 def sizes_of(model: LM) -> set[int]:
     """Numbers of rows of which a wrong broadcast would let one pass unseen: as many as heads, and as key heads."""
+    if not attentions(model):
+        return {2, 3, 4}
     first = attentions(model)[0]
     return {min(n, 4) for n in (first.heads, first.kv_heads if isinstance(first, Attention) else 1, 3)}
 
@@ -215,8 +242,11 @@ def test_watching_everything_does_not_change_the_result(case: str) -> None:
     plain = model(ids)
     with seen("*") as found:
         watched = model(ids)
-    assert {path.rpartition(".")[2] for path in found} >= {"q", "k", "v", "z", "scores", "pattern", "delta", "logits"}
-    alike = mx.default_device() == mx.Device(mx.cpu) and not having_sinks(model)
+    offered = {"q", "k", "v", "scores", "pattern"} if case in ATTENDING else set()
+    offered |= {"x", "dt", "hidden"} if case in SPACES else set()
+    assert {path.rpartition(".")[2] for path in found} >= offered | {"z", "delta", "logits"}
+    dual = any(isinstance(space, Mamba2) for space in state_spaces(model))  # it has no hidden states otherwise
+    alike = mx.default_device() == mx.Device(mx.cpu) and not having_sinks(model) and not dual
     assert gap(watched, plain) <= (0 if alike else TIGHT)
 
 
@@ -224,12 +254,12 @@ def having_sinks(model: LM) -> bool:
     return any(isinstance(op, Attention) and op.has_sinks for op in attentions(model))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ATTENDING)
 def test_watching_what_attention_computes_anyway_leaves_it_fused(case: str) -> None:
     model, ids = golden(case), ids_of(case)
     with seen("*.attn.op.[qkvz]") as found:
         watched = model(ids)
-    assert len(found) == 4 * len(model.decoder.layers)
+    assert len(found) == 4 * len(attentions(model))
     assert mx.array_equal(watched, model(ids)).item()
 
 

@@ -242,6 +242,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "partial_rotary_factor": lambda v: v / 2,
     "rope_type": lambda v: "linear" if v == "default" else "default",
     "sliding_window": lambda v: v + 1,
+    "time_step_limit": lambda v: [0.0, 0.01],
     "topk_method": lambda v: {"greedy": "group_limited_greedy"}.get(v, "greedy"),
 }
 """Another value for a setting, not far from the right one. Flags are flipped, other numbers raised by an eighth."""

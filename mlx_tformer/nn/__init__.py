@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `mlp`, `moe`,
-`block`, `draft`, `model`, `encoder`.
+Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `mlp`,
+`moe`, `block`, `draft`, `model`, `encoder`.
 """
 
 from mlx.nn import Linear
@@ -31,6 +31,7 @@ from .position import (
     Unscaled,
     Yarn,
 )
+from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Experts",
     "Gate",
     "GatedMlp",
+    "GatedNorm",
     "Groups",
     "Identity",
     "LatentAttention",
@@ -65,6 +67,8 @@ __all__ = [
     "LinearScaling",
     "Llama3",
     "LongRope",
+    "Mamba",
+    "Mamba2",
     "Mask",
     "Mixture",
     "Mlp",
@@ -73,6 +77,7 @@ __all__ = [
     "Parallel",
     "Position",
     "RMSNorm",
+    "Recurrent",
     "Residual",
     "Rope",
     "Router",

@@ -27,6 +27,8 @@ ASKED: dict[str, Settings] = {
     "deepseek_v2": {"num_attention_heads": 64, "num_experts_per_tok": 6},
     "deepseek_v3": {"num_attention_heads": 128},
     "falcon": {"num_attention_heads": 71},
+    "mamba": {},
+    "mamba2": {},
 }
 """Settings with which the defaults of a config class are asked for, where they are not just 64 heads.
 

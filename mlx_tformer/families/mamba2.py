@@ -1,0 +1,77 @@
+"""Mamba 2: state spaces in heads, each with one decay, and a gated norm before the last projection."""
+
+from typing import Any
+
+from ..config import Config
+from ..names import Names, Same
+from ..nn import LM, Block, Embed, Mamba2, Residual, RMSNorm, Stack
+from . import llama, mamba
+
+ABSENT = {
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 64,
+    "layer_norm_epsilon": 1e-5,
+    "n_groups": 8,
+    "num_heads": 128,
+    "state_size": 128,
+    "time_step_limit": [0.0, float("inf")],
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+
+
+def model(c: Config) -> LM:
+    dim, eps, inner = c["hidden_size"], c["layer_norm_epsilon"], mamba.width(c, "expand")
+    heads, head_dim, groups = c["num_heads"], c["head_dim"], c["n_groups"]
+    if heads * head_dim != inner:
+        raise c.wrong("num_heads", f"{inner} features (expand · hidden_size) in heads of head_dim ({head_dim})")
+    if heads % groups:
+        raise c.wrong("n_groups", f"a divisor of num_heads ({heads})")
+    low, high = (_bound(x) for x in c["time_step_limit"])
+    if low > high:
+        raise c.wrong("time_step_limit", "the smaller number first")
+    c.expect(hidden_act="silu")
+    # The size of a chunk changes how much is computed at once; the rest is as in Mamba.
+    c.ignore("chunk_size", "residual_in_fp32", "rms_norm", "norm_before_gate", "time_step_rank", *mamba.TRAINING)
+
+    def block() -> Block:
+        mixer = Mamba2(
+            dim,
+            heads=heads,
+            head_dim=head_dim,
+            states=c["state_size"],
+            groups=groups,
+            conv=c["conv_kernel"],
+            bias=c["use_bias"],
+            conv_bias=c["use_conv_bias"],
+            limits=(low, high),
+            eps=eps,
+        )
+        return Block(mixer=Residual(mixer, pre=RMSNorm(dim, eps)))
+
+    layers = [block() for _ in range(c["num_hidden_layers"])]
+    return LM(Embed(c["vocab_size"], dim), Stack(layers, RMSNorm(dim, eps)), llama.head(c))
+
+
+def names(c: Config) -> Names:
+    theirs, ours = "backbone.layers.{}", "decoder.layers.{}.mixer"
+    mixer = f"{theirs}.mixer"
+    return {
+        "backbone.embeddings": "embed.tokens",
+        f"{theirs}.norm": f"{ours}.pre",
+        f"{mixer}.in_proj": f"{ours}.op.into",
+        f"{mixer}.conv1d": f"{ours}.op.conv",
+        f"{mixer}.dt_bias": f"{ours}.op.dt_bias",
+        f"{mixer}.A_log": f"{ours}.op.a_log",
+        f"{mixer}.D": f"{ours}.op.skip",
+        f"{mixer}.norm": f"{ours}.op.norm",
+        f"{mixer}.out_proj": f"{ours}.op.out",
+        "backbone.norm_f": "decoder.norm",
+        "lm_head": Same("embed.tokens") if llama.tied(c) else "head",
+    }
+
+
+def _bound(value: Any) -> float:
+    """A bound on the step size; transformers 5 writes one that is infinite as an object."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
