@@ -153,7 +153,7 @@ def plain(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]"
 
 def sampling(lm: "LanguageModel", asked: Request) -> dict[str, Any]:
     """The sampling settings: what was given, then what the model's authors recommend."""
-    given = {name: value for name in SAMPLING if (value := getattr(asked, name)) is not None}
+    given = {name: value for name, value in vars(asked).items() if name in SAMPLING and value is not None}
     settings: dict[str, Any] = {**lm.recommended_sampling, **given}
     if given.keys() & FILTERS:
         settings.setdefault("temperature", 1.0)
