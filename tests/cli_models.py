@@ -37,7 +37,9 @@ def speaking(
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((GOLDEN / CASE / "config.json").read_text())
     config = {key: value for key, value in config.items() if key != "eos_token_id"}
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    # In float32: in bfloat16 the two best letters are often a rounding apart, and runs need not agree.
+    config |= {"max_position_embeddings": context, "dtype": "float32", "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(GOLDEN / CASE / "model.safetensors", folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {} if template is None else {"chat_template": template}
