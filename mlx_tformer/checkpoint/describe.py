@@ -5,7 +5,7 @@ from pathlib import Path
 from ..card import Card, card
 from ..errors import UsageError
 from ..families import family
-from ..nn import LM, Encoder
+from ..nn import LM, Encoder, Model
 from ..tokens import Tokenizer
 from .folder import Folder
 from .formats import understood
@@ -60,7 +60,7 @@ def _built(source: Source) -> LM:
     return _decoder(model, source)
 
 
-def _decoder(model: LM | Encoder, source: Source) -> LM:
+def _decoder(model: Model, source: Source) -> LM:
     if isinstance(model, Encoder):
         raise UsageError(f"{source.origin} is an encoder, and there are cards of decoders alone")
     return model

@@ -19,7 +19,7 @@ from ..config import Config
 from ..errors import BadInput
 from ..families import Family, family
 from ..names import Assignment, Drop, Expert, Names, Piece, Rows, Same, Unused, assign, readings, summary
-from ..nn import LM, Encoder, ExpertLinear, Module
+from ..nn import ExpertLinear, Model, Module
 from .language_part import is_part, language_config, language_names, leave_out
 from .mlx_names import with_mlx_names
 from .source import STEP, Quantization, Source, Tensor
@@ -118,7 +118,7 @@ def packed_names(weight: str, mode: str = "affine") -> tuple[str, ...]:
 class Plan:
     """A model without weights, and how each of its parameters is made."""
 
-    model: LM | Encoder
+    model: Model
     config: Config
     family: Family
     recipes: dict[str, Recipe]
@@ -167,7 +167,7 @@ def plan(source: Source) -> Plan:
     return made
 
 
-def build(kind: Family, config: Config) -> LM | Encoder:
+def build(kind: Family, config: Config) -> Model:
     """The module tree for a config, all of whose settings must be understood; allocates no weights."""
     try:
         model = kind.model(config)

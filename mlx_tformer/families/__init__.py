@@ -14,7 +14,7 @@ from typing import Any
 from ..config import Config
 from ..errors import BadInput
 from ..names import Names
-from ..nn import LM, Encoder
+from ..nn import Model
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Family:
     about: str
     absent: dict[str, Any]
     """What the family's config class takes for keys that a config leaves out."""
-    _model: Callable[[Config], LM | Encoder]
+    _model: Callable[[Config], Model]
     _names: Callable[[Config], Names]
 
-    def model(self, c: Config) -> LM | Encoder:
+    def model(self, c: Config) -> Model:
         """The module tree that a config describes."""
         return self._model(c.taking(self.absent))
 

@@ -34,6 +34,9 @@ from .position import (
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
 
+Model = LM | Encoder
+"""What a family makes."""
+
 __all__ = [
     "ACTIVATIONS",
     "KV",
@@ -72,6 +75,7 @@ __all__ = [
     "Mask",
     "Mixture",
     "Mlp",
+    "Model",
     "Module",
     "NextToken",
     "Parallel",
