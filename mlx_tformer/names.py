@@ -294,7 +294,9 @@ def readings(name: str) -> list[tuple[str, list[str]]]:
 def _spelled(template: str, numbers: list[str], kept: tuple[int, ...]) -> tuple[str, list[str]]:
     """A template with these of its numbers spelled out, and the others."""
     texts = [number if at in kept else "{}" for at, number in enumerate(numbers)]
-    return template.format(*texts), [number for at, number in enumerate(numbers) if at not in kept]
+    around = template.split("{}")
+    name = around[0] + "".join(text + after for text, after in zip(texts, around[1:], strict=True))
+    return name, [number for at, number in enumerate(numbers) if at not in kept]
 
 
 def templated(name: str) -> tuple[str, list[str]]:
