@@ -119,6 +119,9 @@ def _moved(buffer: mx.array, kept: range, size: int) -> mx.array:
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
 
+    packs = False
+    """Whether the texts of a row that holds several stay apart in it (`text_starts`)."""
+
     @abstractmethod
     def new_state(self) -> State:
         """A fresh, empty state."""
