@@ -4,6 +4,7 @@ from .blas import preload
 
 preload()  # before anything imports mlx.core
 
+from .build import build  # noqa: E402
 from .checkpoint.convert import Conversion, convert  # noqa: E402
 from .checkpoint.export import Export, export  # noqa: E402
 from .checkpoint.load import load  # noqa: E402
@@ -24,6 +25,7 @@ __all__ = [
     "MlxTformerError",
     "UsageError",
     "Verification",
+    "build",
     "convert",
     "export",
     "load",

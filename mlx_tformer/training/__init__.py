@@ -4,6 +4,7 @@ The optimizer and the loop are MLX's (`mlx.optimizers`, `nn.value_and_grad`); `e
 """
 
 from .balance import Routing, expert_load, load_balancing_loss, move_corrections, router_z_loss, routing
+from .initialise import initialise
 from .losses import cross_entropy, next_token_loss, token_losses
 from .packing import Packed, pack
 
@@ -12,6 +13,7 @@ __all__ = [
     "Routing",
     "cross_entropy",
     "expert_load",
+    "initialise",
     "load_balancing_loss",
     "move_corrections",
     "next_token_loss",

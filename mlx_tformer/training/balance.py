@@ -1,6 +1,13 @@
 """Keeping the experts of a mixture busy alike: losses, a bias that is moved, and reports of who is.
 
-`routing` listens to the routers of whatever runs in its block, so nothing has to be threaded through a model.
+`routing` listens to the routers of whatever runs in its block, so nothing has to be threaded through a model:
+
+>>> import mlx_tformer as mt
+>>> lm = mt.build("mixtral", dim=16, layers=2, heads=2, experts=4)
+>>> with routing() as seen:
+...     _ = lm.model(mx.array([[1, 2, 3]]))
+>>> sorted(seen.load()), [load.shape for load in seen.load().values()]
+(['decoder.layers.0.mlp.op.router', 'decoder.layers.1.mlp.op.router'], [(4,), (4,)])
 """
 
 from collections.abc import Iterator
