@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from .checkpoint.load import FLOATS, as_float, wrapped
 from .checkpoint.plan import build as from_config
 from .config import Config
@@ -19,6 +17,7 @@ from .errors import UsageError
 from .families import Family, family
 from .lm import LanguageModel
 from .nn import Module
+from .seq2seq import Seq2SeqModel
 from .settings import RULES, Other
 from .training.initialise import initialise
 
@@ -86,7 +85,7 @@ def build(
     dtype: str = "float32",
     parts: Iterable[str] = (),
     **sizes: Any,
-) -> LanguageModel | EncoderModel:
+) -> LanguageModel | EncoderModel | Seq2SeqModel:
     """A random model of a family (`llama`, `bert`, ...), as `load` would give it for a checkpoint, without a tokenizer.
 
     sizes: `dim`, `layers`, `heads`, `kv_heads`, `hidden`, `vocab` and the others of `SIZES`, or any key of the family's
@@ -97,13 +96,14 @@ def build(
     Nothing is allocated before it is used. Raises UsageError for a family, a size or a dtype that there is not, and for
     sizes that do not go together.
 
+    >>> import mlx.core as mx
     >>> lm = build("llama", dim=32, layers=2, heads=4, kv_heads=2, vocab=100)
     >>> lm(mx.array([[1, 2, 3]])).shape, lm.config["num_key_value_heads"]
     ((1, 3, 100), 2)
     >>> build("llama", dims=32)
     Traceback (most recent call last):
-    mlx_tformer.errors.UsageError: dims: llama has no such size, expected dim, hidden, heads, head_dim, eps, kv_heads, \
-vocab, act, theta, context, layers or tied, or a key of its configs
+    mlx_tformer.errors.UsageError: dims: llama has no such size, expected dim, head_dim, heads, kv_heads, eps, tied, \
+layers, hidden, vocab, theta, context or act, or a key of its configs
     """
     if dtype not in FLOATS:
         raise UsageError(f"dtype: found {dtype!r}, expected one of {', '.join(FLOATS)}")

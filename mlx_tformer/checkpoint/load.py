@@ -13,7 +13,8 @@ from ..errors import BadInput, UsageError
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
-from ..nn import Encoder, Model
+from ..nn import Encoder, Model, Seq2Seq
+from ..seq2seq import Seq2SeqModel
 from ..tokens import Tokenizer
 from .open import open_source
 from .plan import Plan, Recipe, plan
@@ -31,8 +32,9 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     progress: bool = True,
-) -> LanguageModel | EncoderModel:
-    """A model that is ready to use, and its tokenizer if there is one: a language model, or an encoder (BERT).
+) -> LanguageModel | EncoderModel | Seq2SeqModel:
+    """A model that is ready to use, and its tokenizer if there is one: a language model, an encoder (BERT), or an
+    encoder with a decoder (T5).
 
     where: a folder of ours, a Hugging Face folder, a .gguf file, a name below `weights/`, or an id on the hub.
     dtype: "float32", "float16" or "bfloat16"; None keeps what the checkpoint is stored in. Packed weights stay packed.
@@ -69,19 +71,21 @@ def wrapped(
     dtype: mx.Dtype,
     origin: str,
     notes: list[str],
-) -> LanguageModel | EncoderModel:
+) -> LanguageModel | EncoderModel | Seq2SeqModel:
     """What users hold of a model of any kind."""
     if isinstance(model, Encoder):
         return EncoderModel(model, config, tokenizer, dtype, origin, notes)
+    if isinstance(model, Seq2Seq):
+        return Seq2SeqModel(model, config, tokenizer, generation_config, dtype, origin, notes)
     return LanguageModel(model, config, tokenizer, generation_config, dtype, origin, notes)
 
 
 def load_decoder(
     where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
 ) -> LanguageModel:
-    """What `load` gives, for those who need the next token; raises UsageError for an encoder."""
+    """What `load` gives, for those who need the next token of a text; raises UsageError for other models."""
     found = load(where, dtype, context=context, revision=revision)
-    return found.refuse() if isinstance(found, EncoderModel) else found
+    return found if isinstance(found, LanguageModel) else found.refuse()
 
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:
