@@ -34,14 +34,20 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "dim": Size(("hidden_size", "n_embd", "n_embed", "d_model", "dim"), lambda s: 64),
-    "layers": Size(("num_hidden_layers", "n_layer", "n_layers"), lambda s: 2),
-    "heads": Size(("num_attention_heads", "n_head", "n_heads", "num_heads"), lambda s: 4),
+    "layers": Size(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), lambda s: 2),
+    "heads": Size(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), lambda s: 4),
     "kv_heads": Size(("num_key_value_heads", "num_kv_heads"), lambda s: s["heads"]),
-    "head_dim": Size(("head_dim",), lambda s: s["dim"] // s["heads"]),
+    "head_dim": Size(("head_dim", "d_kv"), lambda s: s["dim"] // s["heads"]),
     "hidden": Size(
-        ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim", "intermediate_size_mlp"),
+        (
+            *("intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "hidden_dim"),
+            *("n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim"),
+        ),
         lambda s: 4 * s["dim"],
     ),
+    "decoder_layers": Size(("num_decoder_layers", "decoder_layers"), lambda s: s["layers"]),
+    "decoder_heads": Size(("decoder_attention_heads",), lambda s: s["heads"]),
+    "decoder_hidden": Size(("decoder_ffn_dim",), lambda s: s["hidden"]),
     "vocab": Size(("vocab_size",), lambda s: 256),
     "context": Size(("max_position_embeddings", "n_positions", "max_seq_len"), lambda s: 256),
     "experts": Size(("num_local_experts", "num_experts", "n_routed_experts"), lambda s: 4),
@@ -66,6 +72,8 @@ OTHERS: dict[str, Callable[[Values], Any]] = {
     "n_groups": lambda s: 1,
     "n_shared_experts": lambda s: 1,
     "new_decoder_architecture": lambda s: 1 < s["kv_heads"] < s["heads"],
+    "num_sparse_decoder_layers": lambda s: max(1, s["decoder_layers"] // 2),
+    "num_sparse_encoder_layers": lambda s: max(1, s["layers"] // 2),
     "q_lora_rank": lambda s: s["dim"] // 2,
     "qk_nope_head_dim": lambda s: s["head_dim"],
     "qk_rope_head_dim": lambda s: s["head_dim"],
@@ -115,7 +123,7 @@ layers, hidden, vocab, theta, context or act, or a key of its configs
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}") from None
-    initialise(model, std=sizes.get("initializer_range", 0.02), seed=seed)
+    initialise(model, std=sizes.get("initializer_range", kind.absent.get("initializer_range", 0.02)), seed=seed)
     precise = {id(m[leaf]) for m in model.modules() if isinstance(m, Module) for leaf in m.precise if leaf in m}
     if dtype != "float32":
         model.apply(lambda value: value if id(value) in precise else as_float(value, FLOATS[dtype]))
