@@ -1,6 +1,6 @@
 """Whole models: what surrounds a stack of blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -83,11 +83,21 @@ class Stack(Module):
         if position is not None:
             self.position = position
         self.norm: Norm = nn.Identity() if norm is None else norm
+        self.run: Run = directly
+        """How a layer is called; another way changes what is kept for the gradient, and not what is computed."""
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         for layer in self.layers:
-            x = layer(x, ctx)
+            x = self.run(self, layer, x, ctx)
         return tap(self, "out", self.norm(x))
+
+
+Run = Callable[[Stack, Block, mx.array, Context], mx.array]
+
+
+def directly(stack: Stack, layer: Block, x: mx.array, ctx: Context) -> mx.array:
+    """Call a layer of a stack, and nothing else."""
+    return layer(x, ctx)
 
 
 class SoftCap(Module):

@@ -89,7 +89,8 @@ class Router(Module):
         scores = SCORES[self.score](logits)  # (N, E)
         choice = scores + self.correction.astype(mx.float32) if self.has_correction else scores
         choice = choice if self.groups is None else self.groups(choice)
-        chosen = tap(self, "chosen", mx.argpartition(-choice, self.top - 1, axis=-1)[..., : self.top])
+        best = mx.argpartition(-mx.stop_gradient(choice), self.top - 1, axis=-1)[..., : self.top]
+        chosen = tap(self, "chosen", best)
         weights = SCORES[self.after](mx.take_along_axis(scores, chosen, axis=-1))
         if self.normalise:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)

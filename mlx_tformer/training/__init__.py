@@ -4,6 +4,7 @@ The optimizer and the loop are MLX's (`mlx.optimizers`, `nn.value_and_grad`); `e
 """
 
 from .balance import Routing, expert_load, load_balancing_loss, move_corrections, router_z_loss, routing
+from .checkpointing import checkpoint
 from .initialise import initialise
 from .losses import cross_entropy, next_token_loss, token_losses
 from .packing import Packed, pack
@@ -11,6 +12,7 @@ from .packing import Packed, pack
 __all__ = [
     "Packed",
     "Routing",
+    "checkpoint",
     "cross_entropy",
     "expert_load",
     "initialise",

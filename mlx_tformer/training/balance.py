@@ -6,8 +6,8 @@
 >>> lm = mt.build("mixtral", dim=16, layers=2, heads=2, experts=4)
 >>> with routing() as seen:
 ...     _ = lm.model(mx.array([[1, 2, 3]]))
->>> sorted(seen.load()), [load.shape for load in seen.load().values()]
-(['decoder.layers.0.mlp.op.router', 'decoder.layers.1.mlp.op.router'], [(4,), (4,)])
+>>> {path: load.shape for path, load in seen.load().items()}
+{'decoder.layers.0.mlp.op.router': (4,), 'decoder.layers.1.mlp.op.router': (4,)}
 """
 
 from collections.abc import Iterator
@@ -64,6 +64,8 @@ class Routing:
     """(N, E)"""
     chosen: dict[str, mx.array] = field(default_factory=dict)
     """(N, top)"""
+    kept: dict[str, mx.array] = field(default_factory=dict)
+    """Which choices an expert of bounded capacity had room for, by the path of the mixture, (N, top) booleans."""
 
     def balancing_loss(self) -> mx.array:
         """The mean of `load_balancing_loss` over the layers that have experts."""
@@ -78,6 +80,10 @@ class Routing:
         """The share of the choices of each layer that fell on each expert, (E,)."""
         return {at: expert_load(self.chosen[at], x.shape[-1], real=self.real) for at, x in self.logits.items()}
 
+    def dropped(self) -> dict[str, mx.array]:
+        """The share of the choices that experts had no room for, by the path of each mixture with a capacity."""
+        return {at: _share(~kept, self.real) for at, kept in self.kept.items()}
+
 
 @contextmanager
 def routing(real: mx.array | None = None) -> Iterator[Routing]:
@@ -91,7 +97,10 @@ def routing(real: mx.array | None = None) -> Iterator[Routing]:
         router, _, name = path.rpartition(".")
         (found.logits if name == "logits" else found.chosen)[router] = value
 
-    with watch("*router.logits", see), watch("*router.chosen", see):
+    def see_kept(path: str, value: mx.array) -> None:
+        found.kept[path.removesuffix(".kept")] = value.flatten(0, 1)  # (B, L, top) -> (N, top)
+
+    with watch("*router.logits", see), watch("*router.chosen", see), watch("*.kept", see_kept):
         yield found
 
 
@@ -107,6 +116,12 @@ def move_corrections(model: nn.Module, load: dict[str, mx.array], rate: float = 
         if isinstance(module, Router) and module.has_correction and path in load:
             share = load[path]
             module.correction = module.correction + rate * mx.sign(share.mean() - share)
+
+
+def _share(which: mx.array, real: mx.array | None) -> mx.array:
+    """The share of choices (N, top) that are True."""
+    counts = _weights(real, which.astype(mx.float32))
+    return (which * counts).sum() / (counts.sum() * which.shape[-1])
 
 
 def _wide(x: mx.array) -> mx.array:
