@@ -24,6 +24,8 @@ class Attention(Stateful):
     (1, 5, 32)
     """
 
+    packs = True
+
     def __init__(
         self,
         dim: int,

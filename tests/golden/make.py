@@ -36,6 +36,9 @@ ASKED: dict[str, Settings] = {
 Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
 """
 
+OURS = {"transformer"}
+"""Families that transformers does not have."""
+
 CORRECTION = "e_score_correction_bias"
 """A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""
 
@@ -186,7 +189,7 @@ def make_defaults(out: Path) -> None:
     from transformers import AutoConfig
 
     found = {}
-    for name in sorted(path.stem for path in FAMILIES.glob("[a-z]*.py")):
+    for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
         found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
