@@ -10,7 +10,9 @@ from .checkpoint.load import load  # noqa: E402
 from .checkpoint.verify import Verification, verify  # noqa: E402
 from .encoder import EncoderModel  # noqa: E402
 from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
+from .labels import Label  # noqa: E402
 from .lm import LanguageModel  # noqa: E402
+from .vision import VisionModel  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,11 +21,13 @@ __all__ = [
     "EncoderModel",
     "Export",
     "InputOutputError",
+    "Label",
     "LanguageModel",
     "Mismatch",
     "MlxTformerError",
     "UsageError",
     "Verification",
+    "VisionModel",
     "convert",
     "export",
     "load",

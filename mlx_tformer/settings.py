@@ -53,6 +53,15 @@ SWITCHES = Rule("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in 
 LAYER_LIST = Rule("a list of layer numbers", lambda v: isinstance(v, list) and all(COUNT.holds(x) for x in v))
 TAPS = Rule("a whole number from 1 to 64", lambda v: _is_size(v) and v <= 64)
 RANK = Rule(f"auto or {WIDTH.expected}", lambda v: v == "auto" or WIDTH.holds(v))
+EXTENT = 2**14
+
+
+def _is_extent(value: Any) -> bool:
+    pair = value if isinstance(value, list) else [value, value]
+    return len(pair) == 2 and all(_is_size(side) and side <= EXTENT for side in pair)
+
+
+EXTENTS = Rule(f"a whole number from 1 to {EXTENT}, or two: height and width", _is_extent)
 OBJECT = Rule("an object", lambda v: isinstance(v, dict))
 NUMBER = Rule("a number", _is_number)
 TEXT = Rule("a text", lambda v: isinstance(v, str))
@@ -108,6 +117,7 @@ RULES: dict[str, Rule] = {
     "hidden_act": ACTIVATION,
     "hidden_activation": ACTIVATION,
     "hidden_size": WIDTH,
+    "image_size": EXTENTS,
     "interleave_moe_layer_step": SIZE,
     "intermediate_size": WIDTH,
     "intermediate_size_mlp": WIDTH,
@@ -154,17 +164,20 @@ RULES: dict[str, Rule] = {
     "norm_epsilon": POSITIVE,
     "norm_topk_prob": FLAG,
     "num_attention_heads": WIDTH,
+    "num_channels": WIDTH,
     "num_experts": WIDTH,
     "num_experts_per_tok": SIZE,
     "num_heads": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_key_value_heads": WIDTH,
     "num_kv_heads": WIDTH,
+    "num_labels": WIDTH,
     "num_ln_in_parallel_attn": SIZE,
     "num_local_experts": WIDTH,
     "num_nextn_predict_layers": COUNT,
     "original_max_position_embeddings": SIZE,
     "pad_token_id": COUNT,
+    "patch_size": EXTENTS,
     "parallel_attn": FLAG,
     "q_lora_rank": WIDTH,
     "qk_layernorm": FLAG,

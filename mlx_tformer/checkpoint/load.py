@@ -1,7 +1,9 @@
 """A model in memory from a checkpoint, whatever files it lies in."""
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -10,8 +12,10 @@ from ..errors import BadInput, UsageError
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
-from ..nn import Encoder
+from ..nn import Encoder, VisionEncoder
+from ..pixels import FILE as PREPROCESSOR
 from ..tokens import Tokenizer
+from ..vision import VisionModel
 from .open import open_source
 from .plan import Plan, Recipe, plan
 from .source import Source
@@ -28,8 +32,9 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     progress: bool = True,
-) -> LanguageModel | EncoderModel:
-    """A model that is ready to use, and its tokenizer if there is one: a language model, or an encoder (BERT).
+) -> LanguageModel | EncoderModel | VisionModel:
+    """A model that is ready to use, and its tokenizer if there is one: a language model, or an encoder of texts (BERT)
+    or of images (ViT).
 
     where: a folder of ours, a Hugging Face folder, a .gguf file, a name below `weights/`, or an id on the hub.
     dtype: "float32", "float16" or "bfloat16"; None keeps what the checkpoint is stored in. Packed weights stay packed.
@@ -49,8 +54,12 @@ def load(
     source = open_source(where, revision=revision, progress=progress)
     made = plan(source)
     kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
-    tokenizer = Tokenizer.from_files(source.companions(), source.origin)
     notes = [*source.notes, *made.notes]
+    if isinstance(made.model, VisionEncoder):
+        check_fits(made.model, tokens=0, dtype=kind)
+        fill(made, source, kind)
+        return VisionModel(made.model, made.config, preprocessing(source), kind, source.origin, notes)
+    tokenizer = Tokenizer.from_files(source.companions(), source.origin)
     if isinstance(made.model, Encoder):
         check_fits(made.model, tokens=0, dtype=kind)  # it remembers nothing
         fill(made, source, kind)
@@ -66,7 +75,22 @@ def load_decoder(
 ) -> LanguageModel:
     """What `load` gives, for those who need the next token; raises UsageError for an encoder."""
     found = load(where, dtype, context=context, revision=revision)
-    return found.refuse() if isinstance(found, EncoderModel) else found
+    return found if isinstance(found, LanguageModel) else found.refuse()
+
+
+def preprocessing(source: Source) -> dict[str, Any] | None:
+    """How pictures become numbers, by the checkpoint; None if it does not say. Raises BadInput for a broken file."""
+    content = source.companions().get(PREPROCESSOR)
+    if content is None:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"not JSON: {error}", file=f"{source.origin}: {PREPROCESSOR}") from None
+    if not isinstance(found, dict):
+        problem = f"found a {type(found).__name__}, expected an object"
+        raise BadInput(problem, file=f"{source.origin}: {PREPROCESSOR}")
+    return found
 
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:

@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `mlp`,
-`moe`, `block`, `draft`, `model`, `encoder`.
+`moe`, `block`, `draft`, `model`, `encoder`, `vision`.
 """
 
 from mlx.nn import Linear
@@ -33,8 +33,9 @@ from .position import (
 )
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
+from .vision import Patches, VisionEncoder
 
-Model = LM | Encoder
+Model = LM | Encoder | VisionEncoder
 """What a family makes."""
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "Module",
     "NextToken",
     "Parallel",
+    "Patches",
     "Position",
     "RMSNorm",
     "Recurrent",
@@ -95,6 +97,7 @@ __all__ = [
     "TokenHead",
     "UnitRMSNorm",
     "Unscaled",
+    "VisionEncoder",
     "Window",
     "WindowKV",
     "Yarn",
