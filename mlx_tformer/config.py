@@ -63,17 +63,17 @@ class Config:
         other._read, other._absent = self._read, absent
         return other
 
-    def stores(self, *names: str, task: str = "") -> bool:
-        """True if the checkpoint has a tensor of one of these names; where there is nothing but a config, if what it
-        names as its class ends with `task`."""
+    def stores(self, *names: str, tasks: tuple[str, ...] = ()) -> bool:
+        """True if the checkpoint has a tensor of one of these names; where only a config is there, if it was made for
+        one of `tasks`."""
         if self._stored is None or not self._stored.tensors:
-            return bool(task) and self.made_for(task)
+            return self.made_for(*tasks)
         return any(name in self._stored.tensors for name in names)
 
-    def made_for(self, task: str) -> bool:
-        """True if the checkpoint was saved by a class whose name ends so, as "BertForTokenClassification" does."""
+    def made_for(self, *tasks: str) -> bool:
+        """True if a class saved the checkpoint whose name ends so, as "BertForTokenClassification" does."""
         named = self.values.get("architectures")
-        return isinstance(named, list) and any(isinstance(name, str) and name.endswith(task) for name in named)
+        return isinstance(named, list) and any(isinstance(name, str) and name.endswith(tasks) for name in named)
 
     def repeats(self, module: str, of: str) -> bool:
         """True if the checkpoint stores the weights of a module and they are those of another one; reads them."""

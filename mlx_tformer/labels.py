@@ -8,6 +8,8 @@ import mlx.core as mx
 from .config import Config
 
 SEVERAL = "multi_label_classification"
+ACTIVATIONS = {"Identity": False, "Sigmoid": True}
+"""torch's classes that say what becomes of the logits of a cross-encoder, and whether that is a sigmoid."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,19 @@ def labelled(logits: mx.array, config: Config, top: int | None = None) -> list[l
         [Label(names[i], rows[0][row][i], rows[1][row][i], i) for i in best]
         for row, best in enumerate(cast(list[list[int]], order.tolist()))
     ]
+
+
+def scores(logits: mx.array, config: Config) -> mx.array:
+    """Logits (N, labels) as sentence-transformers' CrossEncoder gives them: its own settings in the config say whether
+    they become sigmoids; where they say nothing, those of a single label do.
+
+    Raises BadInput for settings that ask for something else.
+    """
+    inside = config.values.get("sentence_transformers")
+    names = [config.values.get("sbert_ce_default_activation_function")]
+    names += [inside.get("activation_fn")] if isinstance(inside, dict) else []
+    named = next((name for name in names if name is not None), "Sigmoid" if logits.shape[1] == 1 else "Identity")
+    kind = str(named).rpartition(".")[2]
+    if kind not in ACTIVATIONS:
+        raise config.wrong("sbert_ce_default_activation_function", f"one of torch's {', '.join(ACTIVATIONS)}")
+    return mx.sigmoid(logits) if ACTIVATIONS[kind] else logits

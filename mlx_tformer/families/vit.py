@@ -30,7 +30,7 @@ def model(c: Config) -> VisionEncoder:
         return Block(attn=Residual(attn, pre=LayerNorm(dim, eps)), mlp=Residual(mlp, pre=LayerNorm(dim, eps)))
 
     stack = Stack([block() for _ in range(c["num_hidden_layers"])], LayerNorm(dim, eps))
-    head = Linear(dim, len(c.labels)) if c.stores(*CLASSIFIES, task="ForImageClassification") else None
+    head = Linear(dim, len(c.labels)) if c.stores(*CLASSIFIES, tasks=("ForImageClassification",)) else None
     return VisionEncoder(Patches(size, patch, channels=channels, dim=dim), stack, head)
 
 

@@ -11,7 +11,7 @@ from .block import Block, Parallel, Residual
 from .cache import KV, Apart, Cache, State, Stateful, WindowKV, stateful
 from .context import Context
 from .draft import NextToken
-from .encoder import Encoder, TokenHead
+from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
 from .latent import LatentAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
@@ -42,6 +42,7 @@ __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "POOLS",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -51,6 +52,7 @@ __all__ = [
     "Cache",
     "Causal",
     "Chunk",
+    "Classifier",
     "Context",
     "DynamicNTK",
     "EachHead",
@@ -102,6 +104,7 @@ __all__ = [
     "WindowKV",
     "Yarn",
     "attend",
+    "pooled",
     "stateful",
     "tap",
     "visible",

@@ -13,7 +13,10 @@ LENGTH, TEXT = 24, 17  # of a row, and of the text in the one that is padded
 VISION = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXTS = {**VISION, "vocab_size": 67, "max_position_embeddings": 64, "pad_token_id": 0}
 SMALL = {"dim": 32, "hidden_dim": 44, "n_layers": 2, "n_heads": 4, "vocab_size": 67, "max_position_embeddings": 64}
-MODERN = {**TEXTS, "global_attn_every_n_layers": 2, "local_attention": 8, "classifier_activation": "relu"}
+SEQUENCE, TOKENS = "AutoModelForSequenceClassification", "AutoModelForTokenClassification"
+ROBERTA = {"type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5}
+MODERN = {"model_type": "modernbert", **TEXTS, "global_attn_every_n_layers": 2, "local_attention": 8}
+MODERN |= {"classifier_activation": "relu", "hidden_activation": "gelu_new", "norm_eps": 1e-4}
 
 RECIPES: dict[str, tuple[str, Settings]] = {
     "vit-oblong": (
@@ -21,6 +24,14 @@ RECIPES: dict[str, tuple[str, Settings]] = {
         {"model_type": "vit", **VISION, "image_size": [20, 27], "patch_size": [6, 9], "num_channels": 2}
         | {"qkv_bias": False, "hidden_act": "gelu_new", "layer_norm_eps": 0.1, "num_labels": 5},
     ),
+    "bert-classes": (SEQUENCE, {"model_type": "bert", **TEXTS, "num_labels": 3}),
+    "bert-tokens": (TOKENS, {"model_type": "bert", **TEXTS, "num_labels": 5}),
+    "roberta-classes": (SEQUENCE, {"model_type": "roberta", **TEXTS, **ROBERTA, "num_labels": 3}),
+    "xlm_roberta-ranks": (SEQUENCE, {"model_type": "xlm-roberta", **TEXTS, **ROBERTA, "num_labels": 1}),
+    "distilbert-classes": (SEQUENCE, {"model_type": "distilbert", **SMALL, "num_labels": 3}),
+    "modernbert-classes": (SEQUENCE, {**MODERN, "num_labels": 3, "classifier_pooling": "mean"}),
+    "modernbert-first": (SEQUENCE, {**MODERN, "num_labels": 2, "classifier_bias": True, "norm_bias": True}),
+    "modernbert-tokens": (TOKENS, {**MODERN, "num_labels": 4}),
 }
 """The class of transformers, and what the config holds."""
 
