@@ -31,7 +31,7 @@ class Batch:
     """(B, L)"""
 
 
-def batches(lengths: Sequence[int], most: int = TOKENS) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     """The numbers of rows of these lengths, the longest first, in groups that have at most `most` tokens when they are
     padded; a longer row is alone.
 
@@ -61,7 +61,7 @@ def padded(rows: Sequence[Row]) -> Batch:
 def over(rows: Sequence[Row], compute: Callable[[Batch], mx.array], progress: Progress | None = None) -> mx.array:
     """What `compute` makes of each row, (N, ...), in the order of the rows; it gets them batch by batch."""
     parts, order = [], list[int]()
-    for numbers in batches([len(row.ids) for row in rows]):
+    for numbers in batches([len(row.ids) for row in rows], TOKENS):
         parts.append(compute(padded([rows[i] for i in numbers])))
         mx.eval(parts[-1])
         order += numbers
