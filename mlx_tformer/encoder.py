@@ -167,7 +167,7 @@ class EncoderModel:
         if tokenizer.mask_id is None:
             raise UsageError(f"{self.origin} has a tokenizer without a mask_token, so it cannot fill one")
         if not places:
-            raise UsageError(f"text: found no {tokenizer.mask_token}, which stands for a missing word in this model")
+            raise UsageError(f"the text has no {tokenizer.mask_token}, which stands for a missing word in this model")
         logits = self.model.logits(self.hidden(mx.array([ids]))[:, mx.array(places)])[0]
         return candidates(logits, tokenizer, top)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import GOLDEN, cases_of, config_of, expected, gap, limit, tensors
 from registry import package_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from text_models import WORDS, loaded, reading
 
 import mlx_tformer as mt
 from mlx_tformer.batches import batches
@@ -19,7 +19,6 @@ from mlx_tformer.tokens import Tokenizer as Reader
 CASES = cases_of("classes")
 TEXTS = [case for case in CASES if not case.endswith("tokens")]
 TIGHT = 5e-5
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz", "<x>"]
 CASSETTE = {
     "config.json": "d6f35ba464a319da2681667d0090c64fbdd79e72d059c33cafc7bdaa29d19b71",
     "model.safetensors": "96e1dd8dbbc82439cf50677a15bcb9141172b289d20b41c9c28b621a0451a02a",
@@ -33,32 +32,11 @@ FILLED: list[dict[str, float]] = [
 ]
 
 
-def loaded(folder: Path) -> mt.EncoderModel:
-    found = mt.load(folder, dtype="float32")
-    assert isinstance(found, mt.EncoderModel)
-    return found
-
-
 def inputs(case: str) -> tuple[mx.array, dict[str, mx.array]]:
     """Ids (2, 24), of which one row is padded on the right, and what goes with them."""
     given = {name: mx.array(value) for name, value in expected(case).items() if name != "logits"}
     extra = {"attention_mask": given["attention_mask"]}
     return given["input_ids"], extra | ({"token_types": given["token_type_ids"]} if "token_type_ids" in given else {})
-
-
-def reading(folder: Path, case: str, **changes: Any) -> mt.EncoderModel:
-    """A case with a tokenizer whose words are letters, which writes pairs as BERT does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(case) | changes))
-    (folder / "model.safetensors").write_bytes((GOLDEN / case / "model.safetensors").read_bytes())
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]", "sep_token": "[SEP]"}))
-    return loaded(folder)
 
 
 # --- against transformers, and against themselves ---
@@ -193,7 +171,7 @@ def test_what_a_model_was_not_made_for_is_refused_in_one_line(tmp_path: Path) ->
         (lambda: tokens.classify("a"), "labels single tokens"),
         (lambda: filler.classify("a"), "has no classifier"),
         (lambda: classes.fill("a [MASK]"), "has no head for masked tokens"),
-        (lambda: filler.fill("a b"), r"text: found no \[MASK\]"),
+        (lambda: filler.fill("a b"), r"the text has no \[MASK\]"),
         (lambda: filler.fill("a [MASK]", top=0), "top: found 0"),
         (lambda: classes.classify("a", top=0), "top: found 0"),
         (lambda: classes.rank("a", ["b"]), "has 3 labels"),

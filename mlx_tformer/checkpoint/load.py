@@ -78,6 +78,20 @@ def load_decoder(
     return found if isinstance(found, LanguageModel) else found.refuse()
 
 
+def load_encoder(where: str | Path, dtype: str | None = None, *, revision: str | None = None) -> EncoderModel:
+    """What `load` gives, for those who need an encoder of texts; raises UsageError for another model."""
+    return as_encoder(load(where, dtype, context=0, revision=revision))
+
+
+def as_encoder(found: Any) -> EncoderModel:
+    """A model that `load` gave, which is to be an encoder of texts; raises UsageError for another."""
+    if isinstance(found, EncoderModel):
+        return found
+    what = "looks at images" if isinstance(found, VisionModel) else "continues texts"
+    problem = f"is a {found.config.model_type}, which {what}; this needs an encoder of texts, such as BERT"
+    raise UsageError(f"{found.origin} {problem}")
+
+
 def preprocessing(source: Source) -> dict[str, Any] | None:
     """How pictures become numbers, by the checkpoint; None if it does not say. Raises BadInput for a broken file."""
     content = source.companions().get(PREPROCESSOR)
