@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import card, convert, export, families, generate, verify
+from . import card, classify, convert, embed, export, families, fill, generate, verify
 from .terminal import argument, end_line, note, prepare
 
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -133,6 +133,9 @@ def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     cls=Program,
     commands=[
         generate.command,
+        embed.command,
+        fill.command,
+        classify.command,
         convert.command,
         card.command,
         verify.command,

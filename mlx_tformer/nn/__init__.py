@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `attention`, `cross`, `latent`, `ssm`,
-`mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `seq2seq`.
+`mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -12,7 +12,7 @@ from .cache import KV, Apart, Cache, Memory, State, Stateful, WindowKV, stateful
 from .context import Context
 from .cross import CrossAttention
 from .draft import NextToken
-from .encoder import Encoder, TokenHead
+from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
 from .latent import LatentAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
@@ -37,14 +37,16 @@ from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
+from .vision import Patches, VisionEncoder
 
-Model = LM | Encoder | Seq2Seq
+Model = LM | Encoder | VisionEncoder | Seq2Seq
 """What a family makes."""
 
 __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "POOLS",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -54,6 +56,7 @@ __all__ = [
     "Cache",
     "Causal",
     "Chunk",
+    "Classifier",
     "Context",
     "CrossAttention",
     "DynamicNTK",
@@ -86,6 +89,7 @@ __all__ = [
     "Module",
     "NextToken",
     "Parallel",
+    "Patches",
     "PlainExperts",
     "Position",
     "RMSNorm",
@@ -107,10 +111,12 @@ __all__ = [
     "TokenHead",
     "UnitRMSNorm",
     "Unscaled",
+    "VisionEncoder",
     "Window",
     "WindowKV",
     "Yarn",
     "attend",
+    "pooled",
     "stateful",
     "tap",
     "visible",

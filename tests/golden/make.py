@@ -4,7 +4,7 @@
     python make.py --all OUT        all of them
 
 Needs torch and transformers, which nothing else here does; README.md describes the files. A new family is one entry in
-`recipes.py`.
+`recipes.py`, and an encoder with a head for labels one in `heads.py`.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import heads
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
 from seq2seq import SEQ2SEQ, make_beams, make_seq2seq
@@ -56,7 +57,7 @@ def make_case(name: str, out: Path) -> None:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a clear greedy text")
-    write_case(name, folder, expected, margin)
+    write_case(name, folder, expected, kind="lm", model_type=RECIPES[name]["model_type"], margin=margin)
     print(f"{name}: greedy margin {margin:.3f}, seed {seed}")
 
 
@@ -131,15 +132,23 @@ def greedy_ids(model: Any, ids: Any) -> tuple[Any, float]:
     return ids[:, PROMPT:], margin
 
 
-def write_case(name: str, folder: Path, expected: dict[str, np.ndarray], margin: float) -> None:
+def write_case(
+    name: str,
+    folder: Path,
+    expected: dict[str, np.ndarray],
+    *,
+    kind: str,
+    model_type: str,
+    margin: float | None = None,
+) -> None:
     """Put the answers and the description beside the checkpoint."""
     import transformers
     from safetensors.numpy import save_file
 
     case = {
         "name": name,
-        "kind": "lm",
-        "model_type": RECIPES[name]["model_type"],
+        "kind": kind,
+        "model_type": model_type,
         "transformers": transformers.__version__,
         "greedy_margin": margin,
         "logits_std": float(expected["logits"].std()),
@@ -218,6 +227,7 @@ TABLES: dict[str, Callable[[Path], None]] = {
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
+    "pixels.json": heads.make_pixels,
 }
 
 
@@ -231,7 +241,7 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make golden cases from transformers.")
-    parser.add_argument("name", nargs="?", choices=[*RECIPES, *SEQ2SEQ, *TABLES])
+    parser.add_argument("name", nargs="?", choices=[*RECIPES, *heads.RECIPES, *SEQ2SEQ, *TABLES])
     parser.add_argument("out", type=Path)
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
@@ -239,13 +249,13 @@ def main() -> None:
         parser.error("give either a NAME or --all")
     quiet()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in [*RECIPES, *SEQ2SEQ, *TABLES] if args.all else [args.name]:
+    for name in [*RECIPES, *heads.RECIPES, *SEQ2SEQ, *TABLES] if args.all else [args.name]:
         if name in TABLES:
             TABLES[name](args.out)
         elif name in SEQ2SEQ:
             make_seq2seq(name, args.out)
         else:
-            make_case(name, args.out)
+            (heads.make_case if name in heads.RECIPES else make_case)(name, args.out)
 
 
 if __name__ == "__main__":
