@@ -22,6 +22,7 @@ from .nn import (
     LM,
     Attention,
     Block,
+    GatedDelta,
     GatedMlp,
     Identity,
     LayerNorm,
@@ -269,6 +270,12 @@ def _(op: Mamba | Mamba2) -> Facts:
     return {"kind": "state space", "state": f"{what} features of {op.states} numbers, convolution of {op.conv.size}"}
 
 
+@facts_of.register
+def _(op: GatedDelta) -> Facts:
+    what = f"{op.heads} heads of {op.key_dim} × {op.value_dim} numbers"
+    return {"kind": "state space", "state": f"{what}, convolution of {op.conv.size}"}
+
+
 @singledispatch
 def lines_of(op: nn.Module, dim: int) -> list[Line]:
     """The ledger of a mechanism that reads and gives (B, L, dim); the parameters of its lines add up to its own."""
@@ -278,10 +285,11 @@ def lines_of(op: nn.Module, dim: int) -> list[Line]:
 @lines_of.register
 def _(op: Attention, dim: int) -> list[Line]:
     sizes = {"C": dim, "H": op.heads, "K": op.kv_heads, "D": op.head_dim}
-    sizes["(H+2K)·D"] = (op.heads + 2 * op.kv_heads) * op.head_dim
+    rows = "(2H+2K)·D" if op.gated else "(H+2K)·D"
+    sizes[rows] = op.qkv.weight.shape[0]
     return _lines(
         sizes,
-        ("qkv", "B L (H+2K)·D", op.qkv),
+        ("qkv", f"B L {rows}", op.qkv),
         ("q_norm", "B H L D", op.q_norm),
         ("k_norm", "B K L D", op.k_norm),
         ("position", "B H L D", op.position),

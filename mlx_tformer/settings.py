@@ -47,7 +47,7 @@ ABOVE_ONE = Rule("a number above 1", lambda v: _is_number(v) and v > 1)
 FLAG = Rule("true or false", lambda v: isinstance(v, bool))
 NUMBERS = Rule("a list of numbers above 0", lambda v: isinstance(v, list) and all(_is_number(x) and x > 0 for x in v))
 ACTIVATION = Rule(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
-KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 LAYER_TYPES = Rule(f"a list of {', '.join(KINDS)}", lambda v: isinstance(v, list) and all(kind in KINDS for kind in v))
 SWITCHES = Rule("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
 LAYER_LIST = Rule("a list of layer numbers", lambda v: isinstance(v, list) and all(COUNT.holds(x) for x in v))
@@ -101,6 +101,7 @@ RULES: dict[str, Rule] = {
     "final_logit_softcapping": POSITIVE,
     "first_k_dense_replace": COUNT,
     "floor_scale": POSITIVE,
+    "full_attention_interval": SIZE,
     "global_attn_every_n_layers": SIZE,
     "global_rope_theta": ABOVE_ONE,
     "head_dim": WIDTH,
@@ -116,6 +117,11 @@ RULES: dict[str, Rule] = {
     "layer_norm_eps": POSITIVE,
     "layer_norm_epsilon": POSITIVE,
     "layer_types": LAYER_TYPES,
+    "linear_conv_kernel_dim": TAPS,
+    "linear_key_head_dim": WIDTH,
+    "linear_num_key_heads": WIDTH,
+    "linear_num_value_heads": WIDTH,
+    "linear_value_head_dim": WIDTH,
     "local_attention": SIZE,
     "local_rope_theta": ABOVE_ONE,
     "logit_scale": POSITIVE,

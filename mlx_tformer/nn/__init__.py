@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `mlp`,
-`moe`, `block`, `draft`, `model`, `encoder`.
+Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `delta`,
+`mlp`, `moe`, `block`, `draft`, `model`, `encoder`.
 """
 
 from mlx.nn import Linear
@@ -10,6 +10,7 @@ from .attention import Attention, attend
 from .block import Block, Parallel, Residual
 from .cache import KV, Apart, Cache, State, Stateful, WindowKV, stateful
 from .context import Context
+from .delta import GatedDelta
 from .draft import NextToken
 from .encoder import Encoder, TokenHead
 from .latent import LatentAttention
@@ -31,7 +32,7 @@ from .position import (
     Unscaled,
     Yarn,
 )
-from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
+from .ssm import GatedNorm, Mamba, Mamba2, NormedGate, Recurrent
 from .tap import Module, tap, wanted, watch
 
 Model = LM | Encoder
@@ -59,6 +60,7 @@ __all__ = [
     "ExpertLinear",
     "Experts",
     "Gate",
+    "GatedDelta",
     "GatedMlp",
     "GatedNorm",
     "Groups",
@@ -78,6 +80,7 @@ __all__ = [
     "Model",
     "Module",
     "NextToken",
+    "NormedGate",
     "Parallel",
     "Position",
     "RMSNorm",

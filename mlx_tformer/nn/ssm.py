@@ -89,10 +89,10 @@ class StateSpace(Stateful):
         """silu(conv(x)), (B, L, F), where padding is zero before and after: so it leaves no trace in a state."""
         state = ctx.state(self.path)
         before = state.inputs if isinstance(state, Recurrent) else None
-        y, after = self.conv(_unpadded(x, ctx), before)
+        y, after = self.conv(unpadded(x, ctx), before)
         if isinstance(state, Recurrent):
             state.inputs = after
-        return _unpadded(nn.silu(y), ctx)
+        return unpadded(nn.silu(y), ctx)
 
     def _run(self, ctx: Context, *tokens: mx.array) -> mx.array:
         """What the tokens read, (B, L, ...), from what each of them brings, arrays (B, L, ...) in float32."""
@@ -230,7 +230,7 @@ class Mamba2(StateSpace):
         x = tap(self, "x", mx.unflatten(x, -1, (self.heads, self.head_dim)))  # (B, L, H, D)
         dt = mx.clip(nn.softplus(dt.astype(mx.float32) + self.dt_bias.astype(mx.float32)), *self.limits)
         # A chunk adds up decays, and those of padding would be rounded into those of the text.
-        dt = tap(self, "dt", _unpadded(dt, ctx))  # (B, L, H)
+        dt = tap(self, "dt", unpadded(dt, ctx))  # (B, L, H)
         wide = x.astype(mx.float32)
         b, c = (mx.unflatten(v.astype(mx.float32), -1, (self.groups, self.states)) for v in (b, c))  # (B, L, G, N)
         y = self._run(ctx, -mx.exp(self.a_log.astype(mx.float32)) * dt, dt[..., None] * wide, b, c)
@@ -240,16 +240,12 @@ class Mamba2(StateSpace):
     def _chunk(self, h: mx.array, *tokens: mx.array) -> tuple[mx.array, mx.array]:
         """The chunk as attention (the dual form): scores c · b that decay with distance, and what `h` adds."""
         decay, x, b, c = tokens  # (B, Q, H), (B, Q, H, D), (B, Q, G, N) twice
-        length, decay = x.shape[1], decay.swapaxes(1, 2)  # (B, H, Q)
-        total = mx.cumsum(decay, axis=-1)
-        # Sums from one token to another, each added up by itself: differences of totals lose what float32 rounds off.
-        sums = mx.cumsum(mx.where(mx.tri(length, length, -1, dtype=mx.bool_), decay[..., None], 0), axis=-2)
-        kept = mx.exp(mx.where(mx.tri(length, length, dtype=mx.bool_), sums, -mx.inf))  # (B, H, Q, Q)
+        kept, since = decays(decay.swapaxes(1, 2))
         b, c = self._for_heads(b), self._for_heads(c)  # (B, H, Q, N)
         x = x.swapaxes(1, 2)  # (B, H, Q, D)
-        y = (kept * (c @ b.swapaxes(-1, -2))) @ x + mx.exp(total)[..., None] * (c @ h.swapaxes(-1, -2))
+        y = (kept * (c @ b.swapaxes(-1, -2))) @ x + since[..., None] * (c @ h.swapaxes(-1, -2))
         written = (x * kept[..., -1, :, None]).swapaxes(-1, -2) @ b
-        return y.swapaxes(1, 2), mx.exp(total[..., -1])[..., None, None] * h + written
+        return y.swapaxes(1, 2), since[..., -1, None, None] * h + written
 
     def _states(self, h: mx.array, *tokens: mx.array) -> mx.array:
         decay, x, b, _ = tokens
@@ -264,6 +260,18 @@ class Mamba2(StateSpace):
         return mx.repeat(x.swapaxes(1, 2), self.heads // self.groups, axis=1)
 
 
+class NormedGate(Module):
+    """RMS norm of y, in each of `groups` parts by itself, times silu(gate)."""
+
+    def __init__(self, dim: int, groups: int = 1, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.groups, self.eps = mx.ones((dim,)), groups, eps
+
+    def __call__(self, y: mx.array, gate: mx.array) -> mx.array:
+        x = mx.fast.rms_norm(mx.unflatten(y.astype(mx.float32), -1, (self.groups, -1)), None, self.eps).flatten(-2)
+        return (self.weight * x * nn.silu(gate.astype(mx.float32))).astype(y.dtype)
+
+
 class GatedNorm(Module):
     """RMS norm of y · silu(gate), in each of `groups` parts by itself (Mamba 2)."""
 
@@ -275,6 +283,21 @@ class GatedNorm(Module):
         x = y.astype(mx.float32) * nn.silu(gate.astype(mx.float32))
         x = mx.fast.rms_norm(mx.unflatten(x, -1, (self.groups, -1)), None, self.eps).flatten(-2)
         return self.weight * x.astype(y.dtype)
+
+
+def decays(log: mx.array) -> tuple[mx.array, mx.array]:
+    """From the logarithm of each token's decay (B, H, Q): what is left, at token i, of what token j wrote (B, H, Q, Q),
+    and of what was there before the first (B, H, Q).
+
+    >>> kept, since = decays(mx.log(mx.array([[[0.5, 0.25]]])))
+    >>> kept.tolist(), since.tolist()
+    ([[[[1.0, 0.0], [0.25, 1.0]]]], [[[0.5, 0.125]]])
+    """
+    length = log.shape[-1]
+    # Sums from one token to another, each added up by itself: differences of totals lose what float32 rounds off.
+    sums = mx.cumsum(mx.where(mx.tri(length, length, -1, dtype=mx.bool_), log[..., None], 0), axis=-2)
+    kept = mx.exp(mx.where(mx.tri(length, length, dtype=mx.bool_), sums, -mx.inf))
+    return kept, mx.exp(mx.cumsum(log, axis=-1))
 
 
 def scan(decay: mx.array, written: mx.array, h: mx.array) -> mx.array:
@@ -300,7 +323,7 @@ def _chunks(length: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
 
 
-def _unpadded(x: mx.array, ctx: Context) -> mx.array:
+def unpadded(x: mx.array, ctx: Context) -> mx.array:
     """(B, L, C) with zeros in place of padding."""
     if ctx.left is None:
         return x
