@@ -338,6 +338,8 @@ def _kinds(blocks: list[Block]) -> Iterator[LayerKind]:
 
 def _made_of(block: Block) -> tuple[str, tuple[Step, ...]]:
     order = "parallel" if isinstance(block, Parallel) else "sequential"
+    if isinstance(block, Parallel) and block.beside < len(block.order):
+        order = f"the first {block.beside} parallel"
     return order, tuple(_step(name, step) for name, step in zip(block.order, block.steps, strict=True))
 
 
@@ -388,13 +390,16 @@ def _lines(sizes: dict[str, int], *steps: tuple[str, str, object]) -> list[Line]
 
 
 def _layer_lines(block: Block, dim: int) -> Iterator[Line]:
-    sizes = {"C": dim}
-    for name, step in zip(block.order, block.steps, strict=True):
+    sizes, beside = {"C": dim}, 0
+    if isinstance(block, Parallel):
+        yield from _lines(sizes, ("pre", "B L C", block.pre))
+        beside = block.beside
+    for at, (name, step) in enumerate(zip(block.order, block.steps, strict=True)):
         yield from _lines(sizes, (f"{name}.pre", "B L C", step.pre))
         for line in lines_of(step["op"], dim):
             yield replace(line, name=f"{name}.op.{line.name}")
         yield from _lines(sizes, (f"{name}.post", "B L C", step.post), (f"{name}.after", "B L C", step.after))
-        if not isinstance(block, Parallel):
+        if at >= beside:
             yield from _lines(sizes, (f"{name}.out", "B L C", None))
     yield from _lines(sizes, ("out", "B L C", None))
 

@@ -90,6 +90,7 @@ MORE: dict[str, Config] = {
     "deepseek_v2": {**LATENT, "scoring_func": "softmax"},
     "deepseek_v3": {**LATENT, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "falcon": {"apply_residual_connection_post_layernorm": False},
+    "falcon_h1": {"attn_layer_indices": None, "mamba_use_mlp": True, "mlp_expansion_factor": 8, "time_step_max": 0.1},
     "gpt2": {"n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
     "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
     "llama4_text": {"for_llm_compressor": False, "router_jitter_noise": 0.0},
@@ -235,7 +236,9 @@ KINDS = {"full_attention": "sliding_attention", "linear_attention": "sliding_att
 WRONG: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"], other_eps),
     **dict.fromkeys(["activation", "activation_function", "hidden_act", "hidden_activation"], other_activation),
-    **dict.fromkeys(["long_factor", "short_factor"], lambda v: [1.1 * x for x in v]),
+    **dict.fromkeys(
+        ["long_factor", "short_factor", "mlp_multipliers", "ssm_multipliers"], lambda v: [1.1 * x for x in v]
+    ),
     **dict.fromkeys(["mlp_only_layers", "moe_layers"], lambda v: v[:-1]),
     "beta_fast": lambda v: v / 8,
     "beta_slow": lambda v: v * 8,

@@ -20,10 +20,14 @@ from mlx_tformer.nn import (
     Context,
     Embed,
     GatedDelta,
+    GatedNorm,
     Mamba,
     Mamba2,
+    Multipliers,
+    NormedGate,
     Residual,
     RMSNorm,
+    SiluGate,
     Stack,
     ssm,
     watch,
@@ -48,6 +52,9 @@ MAKERS: dict[str, Callable[[], StateSpace]] = {
     "mamba2, biased": lambda: Mamba2(DIM, **TWO, bias=True, conv_bias=False, conv=3),
     "mamba2, one group": lambda: Mamba2(DIM, **TWO | {"groups": 1}, eps=1e-2),
     "mamba2, bounded steps": lambda: Mamba2(DIM, **TWO, limits=(0.6, 1.1)),
+    "mamba2, gate without a norm": lambda: Mamba2(DIM, **TWO, out_bias=True, norm=SiluGate()),
+    "mamba2, gate behind the norm": lambda: Mamba2(DIM, **TWO, norm=NormedGate(24, 3, 1e-2)),
+    "mamba2, multipliers": lambda: Mamba2(DIM, **TWO, scaled=Multipliers([0.5, 2, 0.7, 3, 1.5], [24, 24, 15, 15, 6])),
     "delta": lambda: GatedDelta(DIM, **DELTA),
     "delta, a key for each value": lambda: GatedDelta(DIM, **DELTA | {"key_heads": 6}, conv=2),
 }
@@ -99,7 +106,11 @@ def _one(layer: Any, x: Array) -> tuple[Array, Array]:
 
 def _two(layer: Any, x: Array) -> tuple[Array, Array]:
     inner, rows = layer.inner, layer.groups * layer.states
-    gate, xbc, dt = np.split(linear(layer.into, x), [inner, inner + layer.features], axis=-1)
+    into = linear(layer.into, x)
+    if isinstance(layer.scaled, Multipliers):
+        sizes = np.diff(layer.scaled.ends, prepend=0)
+        into = into * np.repeat(layer.scaled.factors, sizes)
+    gate, xbc, dt = np.split(into, [inner, inner + layer.features], axis=-1)
     x, b, c = np.split(convolved(layer, xbc), [inner, inner + rows], axis=-1)
     dt = np.clip(np.logaddexp(dt + f64(layer.dt_bias), 0), *layer.limits)
     x = x.reshape(*x.shape[:2], layer.heads, layer.head_dim)
@@ -112,9 +123,17 @@ def _two(layer: Any, x: Array) -> tuple[Array, Array]:
             h = decay * h + dt[row, t, head] * np.outer(x[row, t, head], b[row, t, group])
             hidden[row, t, head] = h
             y[row, t, head] = h @ c[row, t, group] + f64(layer.skip)[head] * x[row, t, head]
-    parts = (y.reshape(*gate.shape) * activation("silu", gate)).reshape(*gate.shape[:2], layer.groups, -1)
-    parts = parts / np.sqrt((parts * parts).mean(axis=-1, keepdims=True) + layer.norm.eps)
-    return linear(layer.out, parts.reshape(*gate.shape) * f64(layer.norm.weight)), hidden
+    return linear(layer.out, gated(layer.norm, y.reshape(*gate.shape), activation("silu", gate))), hidden
+
+
+def gated(norm: Any, y: Array, gate: Array) -> Array:
+    """A gate, before a norm in groups, behind it, or without one."""
+    if isinstance(norm, SiluGate):
+        return y * gate
+    parts = (y * gate if isinstance(norm, GatedNorm) else y).reshape(*y.shape[:2], norm.groups, -1)
+    parts = parts / np.sqrt((parts * parts).mean(axis=-1, keepdims=True) + norm.eps)
+    normed = parts.reshape(*y.shape) * f64(norm.weight)
+    return normed if isinstance(norm, GatedNorm) else normed * gate
 
 
 def _delta(layer: GatedDelta, x: Array) -> tuple[Array, Array]:
@@ -354,23 +373,32 @@ def test_the_hidden_state_is_kept_in_float32_whatever_the_weights_are(kind: str,
 # --- a whole model ---
 
 
-@pytest.mark.parametrize(("case", "each"), [("mamba", 3), ("mamba2", 3), ("jamba", 2), ("qwen3_next", 3)])
-def test_a_card_tells_of_state_spaces(case: str, each: int) -> None:
+SPACES = {
+    "mamba": "features of 8 numbers, convolution of 4",
+    "mamba2": "features of 8 numbers, convolution of 4",
+    "jamba": "features of 8 numbers, convolution of 4",
+    "qwen3_next": "4 heads of 8 × 8 numbers, convolution of 4",
+    "falcon_h1": "4 heads of 10 features of 6 numbers, convolution of 4",
+}
+
+
+@pytest.mark.parametrize(("case", "said"), SPACES.items())
+def test_a_card_tells_of_state_spaces(case: str, said: str) -> None:
     model = golden(case)
     layers = [m for m in model.modules() if isinstance(m, StateSpace)]
     told, facts = card(model, context=100), facts_of(layers[0])
-    fixed = each * layers[0].state_bytes(1, mx.float32)
+    fixed = len(layers) * layers[0].state_bytes(1, mx.float32)
     assert memory.kv_bytes(model, 0, mx.float32) == fixed
-    assert len(layers) == each
+    assert len(layers) == {"jamba": 2, "falcon_h1": 2}.get(case, 3)
     assert told.parameters == sum(value.size for value in leaves(model).values())
-    assert (told.kv_bytes_per_token == 0) == (case not in ("jamba", "qwen3_next"))
+    assert (told.kv_bytes_per_token == 0) == (case in ("mamba", "mamba2"))
     assert facts["kind"] == "state space"
-    size = "4 heads of 8 × 8 numbers" if case == "qwen3_next" else "features of 8 numbers"
-    assert f"{size}, convolution of 4" in facts["state"]
+    assert facts["state"].endswith(said)
+    assert sum(line.parameters * section.times for section in told.ledger for line in section.lines) == told.parameters
     assert facts["state"] in told.render(200)
 
 
-@pytest.mark.parametrize("case", ["mamba", "mamba2", "jamba", "qwen3_next-mixed"])
+@pytest.mark.parametrize("case", ["mamba", "mamba2", "jamba", "qwen3_next-mixed", "falcon_h1-plain"])
 def test_a_model_reads_a_text_longer_than_its_chunks_in_any_parts(case: str) -> None:
     model, ids = golden(case), mx.concatenate([ids_of(case)] * 4, axis=1)
     whole, cache, start, parts = model(ids), model.new_cache(96), 0, []

@@ -32,7 +32,7 @@ from .position import (
     Unscaled,
     Yarn,
 )
-from .ssm import GatedNorm, Mamba, Mamba2, NormedGate, Recurrent
+from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
 
 Model = LM | Encoder
@@ -79,6 +79,7 @@ __all__ = [
     "Mlp",
     "Model",
     "Module",
+    "Multipliers",
     "NextToken",
     "NormedGate",
     "Parallel",
@@ -91,6 +92,7 @@ __all__ = [
     "Scaled",
     "Scaling",
     "ShiftedRMSNorm",
+    "SiluGate",
     "SoftCap",
     "Stack",
     "State",

@@ -6,7 +6,8 @@ of one, so a step is the recurrence itself.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,9 @@ from ..errors import UsageError
 from .cache import State, Stateful
 from .context import Context
 from .tap import Module, tap, wanted
+
+Join = Callable[[mx.array, mx.array], mx.array]
+"""How what is read of a hidden state and its gate become one."""
 
 CHUNK = 64
 """Tokens that go through a state space at once."""
@@ -191,7 +195,8 @@ class Mamba2(StateSpace):
     share what is written and read.
 
     `into` makes the rows of the gate, of the input, of what is written (B in the paper), of what is read (C), and of
-    the step sizes. `limits` bound the step size.
+    the step sizes, and `scaled` works on them before anything else does. `limits` bound the step size. `norm` joins
+    what the heads say with the gate, (y, gate) -> z; if it is left out a `GatedNorm`.
 
     >>> Mamba2(16, heads=4, head_dim=8, states=4, groups=2)(mx.zeros((1, 5, 16))).shape
     (1, 5, 16)
@@ -207,9 +212,12 @@ class Mamba2(StateSpace):
         groups: int = 1,
         conv: int = 4,
         bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         limits: tuple[float, float] = (0.0, float("inf")),
         eps: float = 1e-5,
+        norm: Join | None = None,
+        scaled: nn.Module | None = None,
     ):
         super().__init__()
         if heads % groups:
@@ -218,13 +226,15 @@ class Mamba2(StateSpace):
         self.inner, self.hidden_shape = heads * head_dim, (heads, head_dim, states)
         self.features = self.inner + 2 * groups * states
         self.into = nn.Linear(dim, self.inner + self.features + heads, bias)
-        self.conv, self.norm = CausalConv(self.features, conv, conv_bias), GatedNorm(self.inner, groups, eps)
+        self.scaled = nn.Identity() if scaled is None else scaled
+        self.conv = CausalConv(self.features, conv, conv_bias)
+        self.norm: Join = GatedNorm(self.inner, groups, eps) if norm is None else norm
         self.a_log, self.skip, self.dt_bias = mx.log(mx.arange(1.0, heads + 1)), mx.ones((heads,)), mx.ones((heads,))
-        self.out = nn.Linear(self.inner, dim, bias)
+        self.out = nn.Linear(self.inner, dim, bias if out_bias is None else out_bias)
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
-        gate, xbc, dt = mx.split(self.into(x), [self.inner, self.inner + self.features], axis=-1)
+        gate, xbc, dt = mx.split(self.scaled(self.into(x)), [self.inner, self.inner + self.features], axis=-1)
         ends = [self.inner, self.inner + self.groups * self.states]
         x, b, c = mx.split(self._convolved(xbc, ctx), ends, axis=-1)
         x = tap(self, "x", mx.unflatten(x, -1, (self.heads, self.head_dim)))  # (B, L, H, D)
@@ -258,6 +268,25 @@ class Mamba2(StateSpace):
     def _for_heads(self, x: mx.array) -> mx.array:
         """(B, Q, G, N) -> (B, H, Q, N)"""
         return mx.repeat(x.swapaxes(1, 2), self.heads // self.groups, axis=1)
+
+
+class Multipliers(Module):
+    """Factors on stretches of the last axis, of so many features each (Falcon-H1's `ssm_multipliers`)."""
+
+    def __init__(self, factors: Sequence[float], sizes: Sequence[int]):
+        super().__init__()
+        self.factors, self.ends = tuple(map(float, factors)), tuple(accumulate(sizes))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts = mx.split(x, list(self.ends[:-1]), axis=-1)
+        return mx.concatenate([factor * part for factor, part in zip(self.factors, parts, strict=True)], axis=-1)
+
+
+class SiluGate(Module):
+    """y · silu(gate)."""
+
+    def __call__(self, y: mx.array, gate: mx.array) -> mx.array:
+        return y * nn.silu(gate)
 
 
 class NormedGate(Module):
