@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `delta`,
-`mlp`, `moe`, `block`, `draft`, `model`, `encoder`.
+`linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`.
 """
 
 from mlx.nn import Linear
@@ -14,6 +14,8 @@ from .delta import GatedDelta
 from .draft import NextToken
 from .encoder import Encoder, TokenHead
 from .latent import LatentAttention
+from .linear_attention import LinearAttention
+from .lsh import LSHAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
@@ -65,10 +67,12 @@ __all__ = [
     "GatedNorm",
     "Groups",
     "Identity",
+    "LSHAttention",
     "LatentAttention",
     "LayerNorm",
     "Learned",
     "Linear",
+    "LinearAttention",
     "LinearScaling",
     "Llama3",
     "LongRope",

@@ -103,17 +103,17 @@ class StateSpace(Stateful):
         state, length = ctx.state(self.path), tokens[0].shape[1]
         h = state.hidden if isinstance(state, Recurrent) else None
         h = mx.zeros((tokens[0].shape[0], *self.hidden_shape)) if h is None else h
-        chunks = list(_chunks(length))
+        parts = list(chunks(length))
         if wanted(self, "hidden"):
             every = []
-            for at in chunks:
+            for at in parts:
                 every.append(self._states(h, *(x[:, at] for x in tokens)))
                 h = every[-1][:, -1]
             hidden = tap(self, "hidden", mx.concatenate(every, axis=1))
-            read = [self._read(hidden[:, at], *(x[:, at] for x in tokens)) for at in chunks]
+            read = [self._read(hidden[:, at], *(x[:, at] for x in tokens)) for at in parts]
         else:
             read = []
-            for at in chunks:
+            for at in parts:
                 y, h = self._chunk(h, *(x[:, at] for x in tokens))
                 read.append(y)
         if isinstance(state, Recurrent):
@@ -348,7 +348,8 @@ def scan(decay: mx.array, written: mx.array, h: mx.array) -> mx.array:
     return written
 
 
-def _chunks(length: int) -> Iterator[slice]:
+def chunks(length: int) -> Iterator[slice]:
+    """Where the chunks of so many tokens stand."""
     return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
 
 
