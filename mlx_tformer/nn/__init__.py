@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `attention`, `cross`, `latent`, `ssm`,
-`mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
+`delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -11,9 +11,12 @@ from .block import Block, Parallel, Residual
 from .cache import KV, Apart, Cache, Memory, State, Stateful, WindowKV, stateful
 from .context import Context
 from .cross import CrossAttention
+from .delta import GatedDelta
 from .draft import NextToken
 from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
 from .latent import LatentAttention
+from .linear_attention import LinearAttention
+from .lsh import LSHAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
@@ -35,7 +38,7 @@ from .position import (
 )
 from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
-from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
+from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
 from .vision import Patches, VisionEncoder
 
@@ -67,14 +70,17 @@ __all__ = [
     "ExpertLinear",
     "Experts",
     "Gate",
+    "GatedDelta",
     "GatedMlp",
     "GatedNorm",
     "Groups",
     "Identity",
+    "LSHAttention",
     "LatentAttention",
     "LayerNorm",
     "Learned",
     "Linear",
+    "LinearAttention",
     "LinearScaling",
     "Llama3",
     "LogitBias",
@@ -87,7 +93,9 @@ __all__ = [
     "Mlp",
     "Model",
     "Module",
+    "Multipliers",
     "NextToken",
+    "NormedGate",
     "Parallel",
     "Patches",
     "PlainExperts",
@@ -103,6 +111,7 @@ __all__ = [
     "Seq2Seq",
     "Shared",
     "ShiftedRMSNorm",
+    "SiluGate",
     "Sinusoidal",
     "SoftCap",
     "Stack",

@@ -116,8 +116,14 @@ def answers(folder: Path, seed: int, *, seen: bool) -> tuple[dict[str, np.ndarra
         out = model(ids, output_hidden_states=True, output_attentions=seen, use_cache=False)
     found = {"input_ids": ids, "prompt_ids": ids[:, :PROMPT], "greedy_ids": greedy, "logits": out.logits}
     found |= {f"hidden.{i}": x for i, x in enumerate(out.hidden_states)}
-    found |= {f"attention.{i}": x for i, x in enumerate(out.attentions or ())}
+    found |= {f"attention.{i}": x for i, x in zip(attending(model), out.attentions or (), strict=False)}
     return {k: v.numpy().astype(np.int32 if k.endswith("_ids") else np.float32) for k, v in found.items()}, margin
+
+
+def attending(model: Any) -> list[int]:
+    """The layers that attend, for which alone there are patterns."""
+    kinds = model.config.to_dict().get("layer_types") or ["full_attention"] * model.config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
 
 def greedy_ids(model: Any, ids: Any) -> tuple[Any, float]:
@@ -194,7 +200,7 @@ def frequencies_of(settings: Settings, length: int) -> tuple[list[float], float]
 
 
 def make_defaults(out: Path) -> None:
-    """Write defaults.json: what the config class of each model type takes for a key that is left out."""
+    """Write defaults.json: what the config class of each decoder takes for a key that is left out."""
     from transformers import AutoConfig
 
     found = {}
