@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import card, convert, export, families, generate, verify
+from . import card, convert, export, families, generate, scoring, verify
 from .terminal import argument, end_line, note, prepare
 
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -137,6 +137,8 @@ def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         convert.command,
         card.command,
         verify.command,
+        scoring.perplexity,
+        scoring.compare,
         export.command,
         families.command,
     ],

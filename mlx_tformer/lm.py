@@ -9,6 +9,7 @@ import mlx.core as mx
 from .config import Config
 from .errors import UsageError
 from .generation.generate import Generation, Prompt, generate
+from .generation.scoring import Score, score
 from .generation.settings import recommended
 from .nn import LM, Cache
 from .tokens import Tokenizer, Tokens
@@ -87,6 +88,10 @@ class LanguageModel:
     def generate(self, prompt: Prompt, **settings: Any) -> Generation:
         """Continue a prompt token by token; see `mlx_tformer.generation.generate` for the settings."""
         return generate(self, prompt, **settings)
+
+    def score(self, texts: Prompt | Sequence[Prompt], *, top: int = 0) -> list[Score]:
+        """The log-probabilities of each text's tokens, and their sum; see `mlx_tformer.generation.score`."""
+        return score(self, texts, top=top)
 
     def _with_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

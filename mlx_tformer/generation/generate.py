@@ -140,6 +140,15 @@ def encoder(lm: "LanguageModel") -> Encode | None:
 
 def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     """The ids of a prompt in any form, checked against the model's vocabulary and context."""
+    ids = checked_ids(lm, prompt)
+    if len(ids) >= lm.context:
+        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
+        raise UsageError(problem)
+    return ids
+
+
+def checked_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
+    """The ids of a text in any form, of which there must be some, and only those that the model has."""
     if isinstance(prompt, str):
         ids = list(lm.tokens(prompt))
     elif isinstance(prompt, mx.array):
@@ -153,9 +162,6 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < lm.vocab), None)
     if wrong is not None:
         raise UsageError(f"prompt: found id {wrong}, expected 0 to {lm.vocab - 1}")
-    if len(ids) >= lm.context:
-        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
-        raise UsageError(problem)
     return ids
 
 
