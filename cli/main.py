@@ -116,7 +116,8 @@ def as_option(problem: str) -> str:
     """
     name, colon, rest = problem.partition(":")
     options = [p for c in program.commands.values() for p in c.params if isinstance(p, click.Option)]
-    return f"--{name.replace('_', '-')}{colon}{rest}" if any(name == p.name for p in options) else problem
+    spelled = {p.name: max(p.opts, key=len) for p in options}
+    return f"{spelled[name]}{colon}{rest}" if name in spelled else problem
 
 
 def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from .config import Config
 from .errors import UsageError
 from .generation.generate import Generation, Prompt, generate
-from .generation.sampling import recommended
+from .generation.settings import recommended
 from .nn import LM, Cache
 from .tokens import Tokenizer, Tokens
 
@@ -66,7 +66,7 @@ class LanguageModel:
         return self.tokenizer is not None and self.tokenizer.chat_template is not None
 
     @property
-    def recommended_sampling(self) -> dict[str, float | int]:
+    def recommended_sampling(self) -> dict[str, Any]:
         """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
         return recommended(self.generation_config, self.origin)
 

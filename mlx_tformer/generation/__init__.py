@@ -1,8 +1,10 @@
-"""Text from a model: sampling, the token loop, stopping. Read in this order: `sampling`, `stopping`, `decode`,
-`generate`."""
+"""Text from a model: sampling, the token loop, stopping. Read in this order: `settings`, `filters`, `penalties`,
+`sampling`, `scores`, `stopping`, `decode`, `generate`."""
 
 from .generate import Generation, Step, generate
-from .sampling import Sampler, Sampling
+from .sampling import Sampler
+from .scores import TokenScore
+from .settings import Sampling
 from .stopping import StopStrings
 
-__all__ = ["Generation", "Sampler", "Sampling", "Step", "StopStrings", "generate"]
+__all__ = ["Generation", "Sampler", "Sampling", "Step", "StopStrings", "TokenScore", "generate"]

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from ..errors import MlxTformerError
 from ..nn import LM, Cache
-from .sampling import Sampler
+from .sampling import Chosen, Sampler
+from .scores import PromptScores, Top, top_of
 
 CHUNK = 512
 """Tokens of a prompt that are read at a time: enough to fill a GPU, few enough to bound what the scores need."""
@@ -33,6 +34,8 @@ class Decoder:
     prompt: Sequence[int]
     sampler: Sampler
     planned: int
+    scores: PromptScores | None = None
+    """Where to put what the model thought of the prompt's tokens, if somebody wants to know."""
     ids: list[int] = field(init=False)
     cache: Cache = field(init=False)
 
@@ -41,8 +44,9 @@ class Decoder:
         self.cache = self.model.new_cache(len(self.ids))
         self._scaled = self.model.scaled_positions()
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Ids and their log-probabilities, up to the planned length. Step n + 1 is under way before step n is read."""
+    def __iter__(self) -> Iterator[tuple[int, float, Top]]:
+        """Ids, their log-probabilities and the likeliest ids in their place, up to the planned length. Step n + 1 is
+        under way before step n is read."""
         current = self._sample(self._read_prompt())
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
@@ -50,7 +54,7 @@ class Decoder:
                 self.cache = self.model.new_cache(self.planned)
                 current = self._sample(self._read_prompt())
                 continue
-            following = self._sample(self.model(current[0][:, None], self.cache)[:, -1])
+            following = self._sample(self.model(current.token[:, None], self.cache)[:, -1])
             yield self._take(current)
             current = following
             if len(self.ids) % CHUNK == 0:
@@ -62,27 +66,34 @@ class Decoder:
         ids = mx.array([self.ids])
         last = (len(self.ids) - 1) // CHUNK * CHUNK
         for start in range(0, last, CHUNK):
-            self.model.hidden(ids[:, start : start + CHUNK], self.cache)
+            self._score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
             mx.eval(self.cache.arrays)
             mx.clear_cache()
-        logits = self.model.logits(self.model.hidden(ids[:, last:], self.cache)[:, -1])
+        hidden = self.model.hidden(ids[:, last:], self.cache)
+        self._score(hidden)
+        logits = self.model.logits(hidden[:, -1])
         mx.eval(logits)
         mx.clear_cache()
         return logits
 
-    def _sample(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+    def _score(self, hidden: mx.array) -> None:
+        """Tell what the model thought of the tokens of the prompt, once."""
+        if self.scores is not None and not self.scores.complete:
+            self.scores.read(self.model, hidden)
+
+    def _sample(self, logits: mx.array) -> Chosen:
         chosen = self.sampler(logits)
         mx.async_eval(*chosen)
         return chosen
 
-    def _take(self, chosen: tuple[mx.array, mx.array]) -> tuple[int, float]:
+    def _take(self, chosen: Chosen) -> tuple[int, float, Top]:
         """Wait for a token and append it to the text."""
-        token, logprob = chosen[0].item(), chosen[1].item()
+        token, logprob = chosen.token.item(), chosen.logprob.item()
         assert isinstance(token, int) and isinstance(logprob, float)
         if math.isnan(logprob):
             raise NotANumber(f"the logits after token {len(self.ids)} are not numbers; try another --dtype")
         self.ids.append(token)
-        return token, logprob
+        return token, logprob, top_of(chosen.top[0], chosen.top_logprobs[0])
 
     def _outgrown(self) -> bool:
         """True if the cache is not right for a text of one more token."""

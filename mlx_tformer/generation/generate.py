@@ -1,15 +1,17 @@
 """Generation as callers see it: a prompt and settings in, steps of text out."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
 from .decode import Decoder
-from .sampling import Sampler, Sampling
+from .sampling import Sampler
+from .scores import PromptScores, TokenScore, Top
+from .settings import Encode, sampling_of
 from .stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class Step:
     logprob: float
     finish: str | None = None
     """None, or "end" (an end token), "stop" (a stop string), "length" (max_tokens or the context)."""
+    top: Top = ()
+    """The likeliest tokens in its place, (id, log-probability), the best first: as many as were asked for."""
 
 
 @dataclass
@@ -58,14 +62,21 @@ class Stats:
 
 
 class Generation(Iterator[Step]):
-    """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far."""
+    """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far, and
+    after the first step `prompt_scores` what the model thought of the prompt, if that was asked for."""
 
-    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats):
+    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
         self.prompt, self.stats = prompt, stats
+        self._scores = scores
         self.tokens: list[int] = []
         self.text = ""
         self.finish: str | None = None
         self._steps = steps
+
+    @property
+    def prompt_scores(self) -> list[TokenScore]:
+        """The prompt's tokens with their log-probabilities; the first has none."""
+        return [] if self._scores is None else self._scores.found
 
     def __next__(self) -> Step:
         step = next(self._steps)
@@ -80,18 +91,18 @@ def generate(
     prompt: Prompt,
     *,
     max_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
+    logprobs: int = 0,
+    prompt_logprobs: bool = False,
+    **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
 
-    temperature, top_k, top_p, min_p, seed: see `Sampling`; temperature 0 takes the best token each time. stop:
-    strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens.
+    sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
+    stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
+    how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
+    model thought of the prompt.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context.
@@ -104,13 +115,27 @@ def generate(
     """
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
+    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
+        raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
-    sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
     limit = min(max_tokens, lm.context - len(ids))
     stats = Stats(prompt_tokens=len(ids))
-    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + limit)
+    scores = PromptScores(ids, logprobs) if prompt_logprobs else None
+    decoder = Decoder(lm.model, ids, sampler_for(lm, ids, sampling, logprobs), planned=len(ids) + limit, scores=scores)
     end_ids = lm.end_ids if stop_at_end else frozenset()
-    return Generation(_steps(lm, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats)
+    return Generation(_steps(lm, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats, scores)
+
+
+def sampler_for(lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0) -> Sampler:
+    """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
+    sampling = sampling_of(settings).in_ids(encoder(lm), lm.vocab)
+    return Sampler(sampling, [ids], end_ids=[i for i in lm.end_ids if 0 <= i < lm.vocab], top=top)
+
+
+def encoder(lm: "LanguageModel") -> Encode | None:
+    """Ids of texts as they occur inside of others, if there is a tokenizer."""
+    tokenizer = lm.tokenizer
+    return None if tokenizer is None else lambda text: tokenizer.encode(text, special=True, add_bos=False)
 
 
 def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
@@ -140,7 +165,7 @@ def _steps(
     stream = None if lm.tokenizer is None else lm.tokenizer.stream()
     mx.reset_peak_memory()
     begun = time.perf_counter()
-    for token, logprob in decoder:
+    for token, logprob, top in decoder:
         stats.tokens += 1
         stats.seconds = time.perf_counter() - begun
         if stats.tokens == 1:
@@ -153,6 +178,6 @@ def _steps(
             text += stop.add(stream.finish())
             finish = "stop" if stop.found else finish
             text += "" if stop.found else stop.finish()
-        yield Step(text, token, logprob, finish)
+        yield Step(text, token, logprob, finish, top)
         if finish is not None:
             return
