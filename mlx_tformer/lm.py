@@ -1,6 +1,6 @@
 """`LanguageModel`: what `load` returns, a model with its tokenizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from .config import Config
 from .errors import UsageError
+from .generation.batch import Request, Result, batch
 from .generation.generate import Generation, Prompt, generate
 from .generation.scoring import Score, score
 from .generation.settings import recommended
@@ -92,6 +93,10 @@ class LanguageModel:
     def score(self, texts: Prompt | Sequence[Prompt], *, top: int = 0) -> list[Score]:
         """The log-probabilities of each text's tokens, and their sum; see `mlx_tformer.generation.score`."""
         return score(self, texts, top=top)
+
+    def batch(self, prompts: Iterable[Request], **settings: Any) -> Iterator[Result]:
+        """Continue many prompts at once; see `mlx_tformer.generation.batch` for the settings."""
+        return batch(self, prompts, **settings)
 
     def _with_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

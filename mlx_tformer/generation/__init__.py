@@ -1,6 +1,7 @@
 """Text from a model: sampling, the token loop, stopping. Read in this order: `settings`, `filters`, `penalties`,
-`sampling`, `scores`, `stopping`, `decode`, `generate`, `scoring`."""
+`sampling`, `scores`, `stopping`, `decode`, `generate`, `batch`, `scoring`."""
 
+from .batch import Result, batch
 from .generate import Generation, Step, generate
 from .sampling import Sampler
 from .scores import TokenScore
@@ -12,12 +13,14 @@ __all__ = [
     "Comparison",
     "Generation",
     "Perplexity",
+    "Result",
     "Sampler",
     "Sampling",
     "Score",
     "Step",
     "StopStrings",
     "TokenScore",
+    "batch",
     "compare",
     "generate",
     "perplexity",

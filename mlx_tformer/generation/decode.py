@@ -47,12 +47,12 @@ class Decoder:
     def __iter__(self) -> Iterator[tuple[int, float, Top]]:
         """Ids, their log-probabilities and the likeliest ids in their place, up to the planned length. Step n + 1 is
         under way before step n is read."""
-        current = self._sample(self._read_prompt())
+        current = self.begin()
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
                 yield self._take(current)
                 self.cache = self.model.new_cache(self.planned)
-                current = self._sample(self._read_prompt())
+                current = self.begin()
                 continue
             following = self._sample(self.model(current.token[:, None], self.cache)[:, -1])
             yield self._take(current)
@@ -60,6 +60,15 @@ class Decoder:
             if len(self.ids) % CHUNK == 0:
                 mx.clear_cache()
         yield self._take(current)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the cache is right for the text up to its planned length."""
+        return all(p.regime(self.planned) == p.regime(len(self.ids)) for p in self._scaled)
+
+    def begin(self) -> Chosen:
+        """Read the text so far; returns the token after it, under way."""
+        return self._sample(self._read_prompt())
 
     def _read_prompt(self) -> mx.array:
         """Put all ids into the cache, chunk by chunk; returns the logits (1, V) after the last."""

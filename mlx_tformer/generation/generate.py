@@ -113,17 +113,22 @@ def generate(
     >>> len(steps), steps[-1].finish
     (5, 'length')
     """
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
     if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
-    limit = min(max_tokens, lm.context - len(ids))
-    stats = Stats(prompt_tokens=len(ids))
+    transcript = Transcript(lm, room(lm, ids, max_tokens), stop, stop_at_end)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
-    decoder = Decoder(lm.model, ids, sampler_for(lm, ids, sampling, logprobs), planned=len(ids) + limit, scores=scores)
-    end_ids = lm.end_ids if stop_at_end else frozenset()
-    return Generation(_steps(lm, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats, scores)
+    sampler = sampler_for(lm, ids, sampling, logprobs)
+    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
+    stats = Stats(prompt_tokens=len(ids))
+    return Generation(_steps(decoder, transcript, stats), ids, stats, scores)
+
+
+def room(lm: "LanguageModel", ids: Sequence[int], max_tokens: int) -> int:
+    """How many tokens may follow a prompt; raises UsageError for a number that is none."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
+    return min(max_tokens, lm.context - len(ids))
 
 
 def sampler_for(lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0) -> Sampler:
@@ -165,10 +170,32 @@ def checked_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     return ids
 
 
-def _steps(
-    lm: "LanguageModel", decoder: Decoder, limit: int, stop: StopStrings, end_ids: frozenset[int], stats: Stats
-) -> Iterator[Step]:
-    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+class Transcript:
+    """The text of one generation: takes its tokens, tells what of the text is safe to show, and when it ends.
+
+    limit: tokens that may come at most. stop: strings at which the text ends. stop_at_end: whether end tokens end it.
+    """
+
+    def __init__(self, lm: "LanguageModel", limit: int, stop: Sequence[str] = (), stop_at_end: bool = True):
+        self.limit, self.tokens = limit, 0
+        self._stop = StopStrings(stop)
+        self._end_ids = lm.end_ids if stop_at_end else frozenset()
+        self._stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+
+    def add(self, token: int, logprob: float, top: Top = ()) -> Step:
+        """The step that a token makes."""
+        self.tokens += 1
+        stream, stop, ended = self._stream, self._stop, token in self._end_ids
+        text = "" if stream is None or ended else stop.add(stream.add(token))
+        finish = "end" if ended else "stop" if stop.found else "length" if self.tokens == self.limit else None
+        if finish in ("end", "length") and stream is not None:
+            text += stop.add(stream.finish())
+            finish = "stop" if stop.found else finish
+            text += "" if stop.found else stop.finish()
+        return Step(text, token, logprob, finish, top)
+
+
+def _steps(decoder: Decoder, transcript: Transcript, stats: Stats) -> Iterator[Step]:
     mx.reset_peak_memory()
     begun = time.perf_counter()
     for token, logprob, top in decoder:
@@ -177,13 +204,7 @@ def _steps(
         if stats.tokens == 1:
             stats.first_token_seconds = stats.seconds
         stats.cache_bytes, stats.peak_bytes = decoder.cache.nbytes, mx.get_peak_memory()
-        ended = token in end_ids
-        text = "" if stream is None or ended else stop.add(stream.add(token))
-        finish = "end" if ended else "stop" if stop.found else "length" if stats.tokens == limit else None
-        if finish in ("end", "length") and stream is not None:
-            text += stop.add(stream.finish())
-            finish = "stop" if stop.found else finish
-            text += "" if stop.found else stop.finish()
-        yield Step(text, token, logprob, finish, top)
-        if finish is not None:
+        step = transcript.add(token, logprob, top)
+        yield step
+        if step.finish is not None:
             return

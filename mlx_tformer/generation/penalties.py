@@ -23,12 +23,17 @@ def repeated(logits: mx.array, seen: mx.array, penalty: float | mx.array) -> mx.
 class Counts:
     """How often each row's text has had each token: in the prompt at all, and since then."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], vocab: int):
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], vocab: int, written: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self.prompt = mx.zeros((len(prompts), vocab), mx.bool_)
+        self.written = mx.zeros((len(prompts), vocab), mx.float32)
         for row, ids in enumerate(prompts):
             if len(ids):
                 self.prompt[row, mx.array(list(ids))] = True
-        self.written = mx.zeros((len(prompts), vocab), mx.float32)
+        for row, ids in enumerate(written or ()):
+            for index in ids:
+                self.written[row, index] += 1
 
     @property
     def seen(self) -> mx.array:

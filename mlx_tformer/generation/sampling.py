@@ -33,8 +33,9 @@ class Sampler:
     """Chooses a token for each row of a batch, by a `Sampling` for each, in ids; lazily, on the device.
 
     Row r draws with a key of its own, from its seed and from the number of tokens that it has chosen, so that what
-    stands in the other rows makes no difference. prompts: the ids of each row so far. end_ids: tokens that end a text.
-    top: how many of the most likely tokens to tell.
+    stands in the other rows makes no difference. prompts: the ids of each row's prompt. written: the ids that have
+    been chosen since, by another sampler (None: none). end_ids: tokens that end a text. top: how many of the most
+    likely tokens to tell.
     """
 
     def __init__(
@@ -42,14 +43,16 @@ class Sampler:
         rows: Sampling | Sequence[Sampling],
         prompts: Sequence[Sequence[int]] = ((),),
         *,
+        written: Sequence[Sequence[int]] | None = None,
         end_ids: Sequence[int] = (),
         top: int = 0,
     ):
         self.rows = [rows] if isinstance(rows, Sampling) else list(rows)
         self.top = top
-        self.chosen = [0] * len(self.rows)
-        """Tokens that each row has chosen."""
         self._prompts = [list(ids) for ids in prompts]
+        self._written = [[] for _ in prompts] if written is None else [list(ids) for ids in written]
+        self.chosen = [len(ids) for ids in self._written]
+        """Tokens that each row has chosen."""
         self._end_ids = mx.array(sorted(end_ids), dtype=mx.int32)
         self._keys = mx.stack([row_key(row.seed) for row in self.rows])
         self._history: _History | None = None
@@ -58,7 +61,7 @@ class Sampler:
         """logits (B, V) -> a token for each row."""
         logits = logits.astype(mx.float32)
         if self._history is None:
-            self._history = _History(self.rows, self._prompts, self._end_ids, logits.shape[-1])
+            self._history = _History(self.rows, self._prompts, self._end_ids, logits.shape[-1], self._written)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         token = self._choose(self._history.changed(logits, self.chosen))
         self._history.add(token)
@@ -82,18 +85,25 @@ class _History:
     """What the tokens before do to the logits; holds nothing that no row asked for."""
 
     def __init__(
-        self, rows: Sequence[Sampling], prompts: Sequence[Sequence[int]], end_ids: mx.array, vocab: int
+        self,
+        rows: Sequence[Sampling],
+        prompts: Sequence[Sequence[int]],
+        end_ids: mx.array,
+        vocab: int,
+        written: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        written = [[] for _ in prompts] if written is None else written
         self._rows = rows
         self._ends = mx.zeros((vocab,), mx.bool_)
         self._ends[end_ids] = True
         counted = any(r.repetition_penalty != 1 or r.presence_penalty or r.frequency_penalty for r in rows)
-        self._counts = penalties.Counts(prompts, vocab) if counted else None
+        self._counts = penalties.Counts(prompts, vocab, written) if counted else None
+        texts = [[*before, *since] for before, since in zip(prompts, written, strict=True)]
         dry = any(r.dry_multiplier for r in rows)
         breakers = [[i for i in r.dry_breakers if isinstance(i, int)] for r in rows]
-        self._repeats = penalties.Repeats(prompts, breakers) if dry else None
+        self._repeats = penalties.Repeats(texts, breakers) if dry else None
         words = [[[i for i in word if isinstance(i, int)] for word in r.bad_words] for r in rows]
-        self._forbidden = penalties.Forbidden(prompts, words, vocab) if any(words) else None
+        self._forbidden = penalties.Forbidden(texts, words, vocab) if any(words) else None
         self._bias = _biases(rows, vocab) if any(r.logit_bias for r in rows) else None
 
     def changed(self, logits: mx.array, chosen: Sequence[int]) -> mx.array:

@@ -6,7 +6,7 @@ of one, so a step is the recurrence itself.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,6 +39,15 @@ class Recurrent(State):
     def take(self, rows: mx.array) -> None:
         self.inputs = None if self.inputs is None else self.inputs[rows]
         self.hidden = None if self.hidden is None else self.hidden[rows]
+
+    def join(self, others: Sequence[State]) -> None:
+        states = [self, *(other for other in others if isinstance(other, Recurrent))]
+        self.length = max(state.length for state in states)
+        self.inputs = mx.concatenate([state.inputs for state in states if state.inputs is not None])
+        self.hidden = mx.concatenate([state.hidden for state in states if state.hidden is not None])
+
+    def drop(self, count: int) -> None:
+        self.length -= count
 
 
 class CausalConv(Module):
