@@ -66,6 +66,7 @@ class VisionEncoder(Module):
         if head is not None:
             self.head = head
         self.has_head = head is not None
+        self.tied = False  # nothing serves twice
         name_modules(self)
 
     lengths: tuple[int, int] | None = None
