@@ -167,3 +167,20 @@ def test_the_config_of_a_well_known_encoder_is_understood_whole(row: dict[str, A
     values = mlx_tformer.config.Config(row["config"])
     model = build(family(values.model_type), values)
     assert sum(prod(value.shape) for value in leaves(model).values()) == row["parameters"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_forgotten_norm_or_bias_moves_the_outputs(case: str) -> None:
+    model, given = mt.load(GOLDEN / case, dtype="float32"), expected(case)
+    single = "pixel_values" not in given
+    inputs = mx.array(given["input_ids"][:1] if single else given["pixel_values"])
+    wanted, stored = model(inputs), leaves(model.model)
+    for name, value in stored.items():
+        if value.ndim > 1:
+            continue
+        left_out = mx.full(value.shape, float(name.endswith(".weight")))
+        if name.endswith("qkv.bias"):  # the same for all keys, it shifts all scores of a query alike
+            left_out[value.size // 3 : 2 * value.size // 3] = value[value.size // 3 : 2 * value.size // 3]
+        model.model.load_weights([(name, left_out)], strict=False)
+        assert mx.abs(model(inputs) - wanted).max().item() > 1e-3, name
+        model.model.load_weights([(name, value)], strict=False)
