@@ -205,7 +205,8 @@ def make_defaults(out: Path) -> None:
 
     found = {}
     for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
-        found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
+        kind = {"xlm_roberta": "xlm-roberta"}.get(name, name)
+        found[name] = AutoConfig.for_model(kind, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
     print(f"defaults.json: {', '.join(found)}")
@@ -235,6 +236,7 @@ TABLES: dict[str, Callable[[Path], None]] = {
     "defaults.json": make_defaults,
     "published.json": make_published,
     "pixels.json": heads.make_pixels,
+    "published_encoders.json": heads.make_published,
 }
 
 
