@@ -35,6 +35,9 @@ ABSENT = {
     "max_position_embeddings": 1024,
     "scale_embedding": False,
     "tie_word_embeddings": True,
+    "decoder_start_token_id": 2,
+    "eos_token_id": 2,
+    "forced_eos_token_id": 2,
 }
 FIRST = 2
 """Rows of the positions that no token has."""

@@ -6,7 +6,12 @@ from ..names import Names
 from ..nn import Seq2Seq, Sinusoidal
 from . import bart
 
-ABSENT = bart.ABSENT | {"activation_function": "relu", "scale_embedding": True, "pad_token_id": 1}
+ABSENT = bart.ABSENT | {
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "pad_token_id": 1,
+    "forced_eos_token_id": None,
+}
 
 
 def model(c: Config) -> Seq2Seq:

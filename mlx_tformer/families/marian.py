@@ -5,7 +5,12 @@ from ..names import Names, Same
 from ..nn import Seq2Seq, Sinusoidal
 from . import bart
 
-ABSENT = bart.ABSENT | {"share_encoder_decoder_embeddings": True}
+ABSENT = bart.ABSENT | {
+    "share_encoder_decoder_embeddings": True,
+    "decoder_start_token_id": 58100,
+    "eos_token_id": 0,
+    "forced_eos_token_id": 0,
+}
 
 
 def model(c: Config) -> Seq2Seq:

@@ -5,7 +5,7 @@ from ..names import Names
 from ..nn import Seq2Seq
 from . import bart
 
-ABSENT = bart.ABSENT
+ABSENT = bart.ABSENT | {"decoder_start_token_id": None}
 
 
 def model(c: Config) -> Seq2Seq:

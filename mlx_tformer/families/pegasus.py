@@ -5,7 +5,7 @@ from ..names import Names
 from ..nn import Seq2Seq, Sinusoidal
 from . import bart
 
-ABSENT = bart.ABSENT
+ABSENT = bart.ABSENT | {"decoder_start_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
 
 
 def model(c: Config) -> Seq2Seq:

@@ -34,6 +34,7 @@ ABSENT = {
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
     "tie_word_embeddings": True,
+    "eos_token_id": 1,
 }
 
 
