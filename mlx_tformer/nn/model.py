@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..errors import UsageError
 from .block import Block, Norm
-from .cache import Cache, stateful
+from .cache import Cache
 from .context import Context
 from .draft import NextToken
 from .position import Learned, Position, Rope, Sinusoidal, Unscaled
@@ -272,7 +272,8 @@ class LM(Module):
             raise UsageError("segments: found a cache or an attention_mask too; rows of several texts go without")
         if segments.shape != ids.shape:
             raise UsageError(f"segments: found shape {segments.shape}, expected that of the ids, {ids.shape}")
-        other = next((m for m in stateful(self) if not m.packs), None)
+        parts = (m for m in self.decoder.modules() if isinstance(m, Module))
+        other = next((m for m in parts if not m.packs), None)
         if other is not None:
             raise UsageError(f"segments: {other.path} ({type(other).__name__}) cannot keep the texts of a row apart")
         starts, length, scaled = text_starts(segments), ids.shape[1], self.scaled_positions()
