@@ -83,12 +83,15 @@ class Stack(Module):
         if position is not None:
             self.position = position
         self.norm: Norm = nn.Identity() if norm is None else norm
-        self.run: Run = directly
-        """How a layer is called; another way changes what is kept for the gradient, and not what is computed."""
+        self._run: Run = directly
+
+    def run_by(self, run: "Run") -> None:
+        """Call the layers by `run`, which may change what is kept for the gradient, and not what is computed."""
+        self._run = run
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         for layer in self.layers:
-            x = self.run(self, layer, x, ctx)
+            x = self._run(self, layer, x, ctx)
         return tap(self, "out", self.norm(x))
 
 
