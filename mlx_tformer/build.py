@@ -16,7 +16,7 @@ from .encoder import EncoderModel
 from .errors import UsageError
 from .families import Family, family
 from .lm import LanguageModel
-from .nn import Module
+from .nn import LM, Encoder, Module, Seq2Seq
 from .seq2seq import Seq2SeqModel
 from .settings import RULES, Other
 from .training.initialise import initialise
@@ -67,6 +67,7 @@ OTHERS: dict[str, Callable[[Values], Any]] = {
     "attn_layer_period": lambda s: 2,
     "first_k_dense_replace": lambda s: 1,
     "full_attention_interval": lambda s: 2,
+    "image_size": lambda s: 32,
     "kv_lora_rank": lambda s: s["dim"] // 2,
     "linear_key_head_dim": lambda s: s["head_dim"],
     "linear_num_key_heads": lambda s: s["heads"],
@@ -81,6 +82,7 @@ OTHERS: dict[str, Callable[[Values], Any]] = {
     "new_decoder_architecture": lambda s: 1 < s["kv_heads"] < s["heads"],
     "num_sparse_decoder_layers": lambda s: max(1, s["decoder_layers"] // 2),
     "num_sparse_encoder_layers": lambda s: max(1, s["layers"] // 2),
+    "patch_size": lambda s: 8,
     "q_lora_rank": lambda s: s["dim"] // 2,
     "qk_nope_head_dim": lambda s: s["head_dim"],
     "qk_rope_head_dim": lambda s: s["head_dim"],
@@ -159,7 +161,8 @@ def config_of(kind: Family, sizes: Mapping[str, Any], parts: Parts) -> Config:
     if {"num_heads", "expand"} <= kind.absent.keys() and "head_dim" not in sizes:  # heads of a stream that is widened
         values["head_dim"] = int(values.get("expand", kind.absent["expand"]) * chosen["dim"]) // chosen["heads"]
     trial = Config({"model_type": kind.name, **values}, "sizes", parts)
-    context = kind.model(trial).context
+    tried = kind.model(trial)
+    context = tried.context if isinstance(tried, LM | Encoder | Seq2Seq) else None
     _check(kind, sizes, trial.used)
     kept = {key: value for key, value in values.items() if key in trial.used}
     if context is not None:  # some have positions that no text reaches
