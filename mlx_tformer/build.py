@@ -18,7 +18,7 @@ from .families import Family, family
 from .lm import LanguageModel
 from .nn import LM, Encoder, Module, Seq2Seq
 from .seq2seq import Seq2SeqModel
-from .settings import RULES, Other
+from .settings import POSITIVE, RULES, Other
 from .training.initialise import initialise
 
 Values = dict[str, Any]
@@ -132,11 +132,19 @@ layers, hidden, vocab, theta, context or act, or a key of its configs
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}") from None
-    initialise(model, std=sizes.get("initializer_range", kind.absent.get("initializer_range", 0.02)), seed=seed)
+    initialise(model, std=_std(kind, sizes), seed=seed)
     precise = {id(m[leaf]) for m in model.modules() if isinstance(m, Module) for leaf in m.precise if leaf in m}
     if dtype != "float32":
         model.apply(lambda value: value if id(value) in precise else as_float(value, FLOATS[dtype]))
     return wrapped(model, config, None, {}, FLOATS[dtype], f"random {kind.name}", [])
+
+
+def _std(kind: Family, sizes: Mapping[str, Any]) -> float:
+    """The standard deviation of the weights to begin with."""
+    std = sizes.get("initializer_range", kind.absent.get("initializer_range", 0.02))
+    if not POSITIVE.holds(std):
+        raise UsageError(f"initializer_range: found {std!r}, expected {POSITIVE.expected}")
+    return float(std)
 
 
 @dataclass(frozen=True)
