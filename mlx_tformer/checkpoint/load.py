@@ -88,6 +88,14 @@ def load_decoder(
     return found if isinstance(found, LanguageModel) else found.refuse()
 
 
+def load_writer(
+    where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
+) -> LanguageModel | Seq2SeqModel:
+    """What `load` gives, for those who need a text; raises UsageError for other models."""
+    found = load(where, dtype, context=context, revision=revision)
+    return found if isinstance(found, LanguageModel | Seq2SeqModel) else found.refuse()
+
+
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:
     """Give the planned model its weights, in `dtype`; nothing is read before it is used, copies apart."""
     kinds = {name: made.float_dtype(name, dtype, source) for name in made.recipes}

@@ -2,8 +2,9 @@
 `decode`, `generate`, `rules`, `beam`, `conditioned`."""
 
 from .beam import Search
+from .conditioned import Found
 from .generate import Generation, Step, generate
 from .sampling import Sampler, Sampling
 from .stopping import StopStrings
 
-__all__ = ["Generation", "Sampler", "Sampling", "Search", "Step", "StopStrings", "generate"]
+__all__ = ["Found", "Generation", "Sampler", "Sampling", "Search", "Step", "StopStrings", "generate"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
-from seq2seq import SEQ2SEQ, make_beams, make_seq2seq
+from seq2seq import SEQ2SEQ, make_beams, make_seq2seq, make_seq2seq_defaults
 
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
@@ -215,6 +215,7 @@ def make_published(out: Path) -> None:
 
 TABLES: dict[str, Callable[[Path], None]] = {
     "beams.json": make_beams,
+    "seq2seq_defaults.json": make_seq2seq_defaults,
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
