@@ -5,6 +5,7 @@ import mlx.nn as nn
 
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .linear import matrix
 from .mask import Causal, Mask, window_of
 from .position import Position
 from .tap import Module, tap, wanted
@@ -23,6 +24,8 @@ class Attention(Stateful):
     >>> Attention(32, heads=4, kv_heads=2)(mx.zeros((1, 5, 32))).shape
     (1, 5, 32)
     """
+
+    sites = ("q", "k", "v", "scores", "pattern", "z", "result")
 
     def __init__(
         self,
@@ -76,20 +79,33 @@ class Attention(Stateful):
             x if self.clip is None else mx.clip(x, -self.clip, self.clip) for x in (self.q_norm(q), self.k_norm(k), v)
         )
         q, k = self.position.turn(q, k, ctx.offset, ctx.context)
-        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
         state = ctx.state(self.path)
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
+        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
         z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks)
-        return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
+        return joined_heads(self, z, self.out)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D)"""
         heads = mx.unflatten(qkv, -1, (-1, self.head_dim)).swapaxes(1, 2)
         q, k, v = mx.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
         return q, k, v
+
+
+def joined_heads(module: Module, z: mx.array, out: nn.Module) -> mx.array:
+    """What the heads say together, (B, H, L, D) -> (B, L, C). What each of them says, `result` (B, H, L, C), is worked
+    out only for a watcher, and added up only if that changes it."""
+    z = tap(module, "z", z)
+    if wanted(module, "result"):
+        shares = mx.unflatten(matrix(out), 1, (z.shape[1], -1)).transpose(1, 2, 0)  # (C, H * D) -> (H, D, C)
+        each = z @ shares.astype(z.dtype)
+        said = tap(module, "result", each)
+        if said is not each:
+            return said.sum(axis=1) + out["bias"] if "bias" in out else said.sum(axis=1)
+    return out(z.swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
 
 def attend(
@@ -111,9 +127,28 @@ def attend(
     more score in each softmax, whose weight goes nowhere. Fused, unless somebody watches the scores or the pattern
     of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
     gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
+
+    Whoever sees the pattern may hold it against two more taps: `values` (v) and `fused`, what the fused path gives.
     """
     if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
-        return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+        z = _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+        if wanted(module, "fused"):
+            tap(module, "values", v)
+            tap(module, "fused", z if softcap is not None else _fused(q, k, v, scale, mask, bias, sinks))
+        return z
+    return _fused(q, k, v, scale, mask, bias, sinks)
+
+
+def _fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    bias: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention by MLX's kernel."""
     added = mask
     if bias is not None:
         seen = _booleans(mask, q, k)
