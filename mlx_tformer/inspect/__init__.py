@@ -1,9 +1,30 @@
-"""Look inside a model while it runs: read activations, and prove that they are what the model computed.
+"""Look inside a model while it runs: read activations and change them, and prove that what is read is what the model
+computed.
 
-Read in this order: `sites`, `texts`, `trace`.
+Read in this order: `sites`, `texts`, `trace`, `places`, `edits`.
 """
 
+from .edits import Edit, editing, mean, patch, rewrite, run, scale, steer, zero
+from .edits import assign as set
+from .places import Where
 from .sites import Site, sites_of
 from .trace import Pattern, Trace, trace
 
-__all__ = ["Pattern", "Site", "Trace", "sites_of", "trace"]
+__all__ = [
+    "Edit",
+    "Pattern",
+    "Site",
+    "Trace",
+    "Where",
+    "editing",
+    "mean",
+    "patch",
+    "rewrite",
+    "run",
+    "scale",
+    "set",
+    "sites_of",
+    "steer",
+    "trace",
+    "zero",
+]

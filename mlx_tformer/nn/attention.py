@@ -178,7 +178,8 @@ def _explicit(
         scores = scores + bias
     seen = _booleans(mask, q, k)
     scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
-    pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
+    shown = mx.where(scores == -mx.inf, 0, _softmax(scores, sinks))  # 0 / 0 where all keys of a row are hidden
+    pattern = tap(module, "pattern", shown).astype(v.dtype)
     return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
 
 
