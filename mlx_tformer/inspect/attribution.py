@@ -110,9 +110,9 @@ def _complete(t: Trace) -> Trace:
     ids = t.ids
     if ids is None:
         raise UsageError("the text began before the trace; trace all of it, or read " + ", ".join(map(repr, wanted)))
-    mask = mx.arange(ids.shape[1]) >= mx.array(t.left)[:, None] if any(t.left) else None
+    padded = {"attention_mask": mx.arange(ids.shape[1]) >= mx.array(t.left)[:, None]} if any(t.left) else {}
     with trace(t.lm, wanted) as again:
-        cast(Any, t.lm)(ids, attention_mask=mask)
+        cast(Any, t.lm)(ids, **padded)
     for name in sorted(set(t.names) & names):
         apart = mx.abs(again[name] - t[name]).max() / mx.maximum(mx.abs(t[name]).max(), 1e-9)
         if not _number(apart) < 1e-2:
