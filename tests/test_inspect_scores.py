@@ -1,4 +1,4 @@
-"""Head scores, sweeps, measures, rollout, flow, experts and circuits, on patterns and models whose answers are known."""
+"""Head scores, sweeps, measures, rollout, flow, experts and circuits, where the answers are known."""
 
 import itertools
 from typing import Any
