@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
+from .drawn import Drawn, numbers
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from .pictures import Picture
 
 
 @dataclass(frozen=True)
-class Lens:
+class Lens(Drawn):
     """The best tokens after each layer: row i of the arrays is `layers[i]`, column j `positions[j]`.
 
     tokens, probabilities: (layers, positions, top), the best first. ranks: (layers, positions), the place of the token
@@ -25,6 +29,14 @@ class Lens:
     probabilities: mx.array
     ranks: mx.array | None
     texts: list[list[list[str]]]
+
+    def picture(self) -> "Picture":
+        """The best token at each position after each layer, coloured by its probability."""
+        from .pictures import Grid
+
+        best, text = numbers(self.probabilities[..., 0]), [[one[0] for one in line] for line in self.texts]
+        rows, columns = map(str, self.layers), map(str, self.positions)
+        return Grid("best next tokens", best, list(rows), list(columns), down="layer", across="position", text=text)
 
     def __str__(self) -> str:
         shares = cast(list[list[list[float]]], self.probabilities.tolist())

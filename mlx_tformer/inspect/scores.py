@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
 from ..nn import LM, watch
+from .drawn import Drawn, numbers
 from .sites import resolve, sites_of
+
+if TYPE_CHECKING:
+    from .pictures import Picture
 
 NEAR = 4
 """Keys that are local to a query, itself among them."""
@@ -55,7 +59,7 @@ SCORES: dict[str, Callable[[mx.array, Probe], mx.array]] = {
 
 
 @dataclass(frozen=True)
-class HeadScores:
+class HeadScores(Drawn):
     """Scores by kind, each (layers, H) with row i for `layers[i]`; and the mean cross-entropy in nats of the tokens as
     they are said first and again (None for an encoder)."""
 
@@ -67,6 +71,16 @@ class HeadScores:
         if kind not in self.scores:
             raise UsageError(f"scores: found {kind!r}, expected one of {', '.join(self.scores)}")
         return self.scores[kind]
+
+    def picture(self, kind: str | None = None) -> "Picture":
+        """The scores of one kind (None: the first) by layer and head."""
+        from .pictures import Grid
+
+        kind = next(iter(self.scores)) if kind is None else kind
+        heads = [str(head) for head in range(self[kind].shape[1])]
+        return Grid(
+            kind, numbers(self[kind]), [str(layer) for layer in self.layers], heads, down="layer", across="head"
+        )
 
     def best(self, kind: str, count: int = 5) -> list[tuple[int, int, float]]:
         """Layer, head and score of the heads that do most of a kind."""
