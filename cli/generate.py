@@ -11,13 +11,16 @@ from .terminal import Writer, note, read_input, write_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mlx_tformer import LanguageModel
+    from mlx_tformer import LanguageModel, Seq2SeqModel
     from mlx_tformer.generation import Generation
+
+    Model = LanguageModel | Seq2SeqModel
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 FILTERS = {"top_k", "top_p", "min_p"}
+SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 
 
 @click.command("generate", short_help="Continue a text, or answer a message.")
@@ -35,12 +38,20 @@ FILTERS = {"top_k", "top_p", "min_p"}
 @click.option("--min-p", type=float, metavar="P", help="Choose among tokens at least P times as likely as the best.")
 @click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; can be given several times.")
+@click.option(
+    "--beams", type=int, metavar="N", help="Search for the likeliest text with N beams (T5, BART and others)."
+)
+@click.option(
+    "--length-penalty", type=float, metavar="P", help="Of a search: above 0 for longer texts, below for short."
+)
+@click.option("--first", metavar="TOKEN", help="Token that the text begins with, such as a language (mBART, M2M-100).")
 @click.option("--dtype", metavar="TYPE", help="Compute in float32, float16 or bfloat16 instead of the stored type.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
 def command(**options: Any) -> None:
-    """Continue PROMPT, or answer it if the model has a chat template.
+    """Continue PROMPT, or answer it if the model has a chat template. A model with an encoder (T5, BART, Marian and
+    others) reads it as a whole and writes what it was trained to: a translation, a summary, an answer.
 
     Without PROMPT, or if it is -, the text is read from standard input (a line end at its end does not count). Without
     --model the small bundled model continues it in the manner of Shakespeare.
@@ -55,7 +66,8 @@ def command(**options: Any) -> None:
 
     Sampling options that are not given take what the authors of the model recommend in its generation_config.json.
     Where that says nothing, the most likely token is taken each time (temperature 0), or, if a filter is given,
-    temperature is 1.
+    temperature is 1. --beams and --length-penalty, for models with an encoder, likewise; with beams the text comes at
+    the end.
 
     --wired keeps weights and caches in memory that macOS cannot page out. It helps where a model barely fits; it has
     also been part of kernel panics that take down the whole Mac, so it is off unless you ask for it.
@@ -81,6 +93,9 @@ class Request:
     min_p: float | None
     seed: int | None
     stop: tuple[str, ...]
+    beams: int | None
+    length_penalty: float | None
+    first: str | None
     dtype: str | None
     as_json: bool
     stats: bool
@@ -93,12 +108,11 @@ def generate(asked: Request) -> None:
     if asked.raw and asked.system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out")
     lm = loaded(asked)
-    chat = lm.has_chat_template and not asked.raw
-    ids = conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)
+    ids, chat = prompt_ids(lm, text, asked)
+    settings = sampling(lm, asked) | searching(lm, asked)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
     check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
-    settings = sampling(lm, asked)
     with bounded_cache(FREED), wired(asked.wired):
         generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **settings)
         for line in lm.notes:
@@ -125,17 +139,30 @@ def prompt_text(prompt: str | None) -> str:
     return prompt
 
 
-def loaded(asked: Request) -> "LanguageModel":
+def loaded(asked: Request) -> "Model":
     """The model that is asked for, or the bundled one, which is said in its notes."""
-    from mlx_tformer.checkpoint.load import load_decoder
+    from mlx_tformer.checkpoint.load import load_writer
     from mlx_tformer.checkpoint.open import BUNDLED, EXAMPLE, bundled
 
     # Whether the asked length fits is checked when the prompt has been counted.
     where = bundled() if asked.model is None else asked.model
-    lm = load_decoder(where, asked.dtype, context=0, revision=asked.revision)
+    lm = load_writer(where, asked.dtype, context=0, revision=asked.revision)
     if asked.model is None:
         lm.notes.append(f"using the bundled model {BUNDLED}; a real one to try: --model {EXAMPLE}")
     return lm
+
+
+def prompt_ids(lm: "Model", text: str, asked: Request) -> "tuple[Sequence[int], bool]":
+    """The ids of the prompt, and whether a chat template is around them."""
+    from mlx_tformer import Seq2SeqModel
+
+    if isinstance(lm, Seq2SeqModel):
+        if asked.system is not None or asked.raw:
+            given = "--system" if asked.system is not None else "--raw"
+            raise click.UsageError(f"{given} is about a chat template, and {lm.origin} is a model with an encoder")
+        return lm.tokens(text), False
+    chat = lm.has_chat_template and not asked.raw
+    return (conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)), chat
 
 
 def conversation(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]":
@@ -151,13 +178,31 @@ def plain(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]"
     return lm.tokens(text)
 
 
-def sampling(lm: "LanguageModel", asked: Request) -> dict[str, Any]:
+def sampling(lm: "Model", asked: Request) -> dict[str, Any]:
     """The sampling settings: what was given, then what the model's authors recommend."""
     given = {name: value for name, value in vars(asked).items() if name in SAMPLING and value is not None}
-    settings: dict[str, Any] = {**lm.recommended_sampling, **given}
+    searches = asked.beams is not None and asked.beams > 1
+    settings: dict[str, Any] = {**({} if searches else lm.recommended_sampling), **given}
     if given.keys() & FILTERS:
         settings.setdefault("temperature", 1.0)
     return settings
+
+
+def searching(lm: "Model", asked: Request) -> dict[str, Any]:
+    """The settings of a search: what was given, then what the model's authors recommend, unless tokens are drawn."""
+    from mlx_tformer import Seq2SeqModel
+
+    given = {name: value for name, value in vars(asked).items() if name in SEARCH and value is not None}
+    if not isinstance(lm, Seq2SeqModel):
+        if given:
+            option = next(iter(given)).replace("_", "-")
+            raise click.UsageError(f"--{option} is for models with an encoder, such as T5, and {lm.origin} has none")
+        return {}
+    drawn = any(vars(asked)[name] is not None for name in (*FILTERS, "temperature", "seed"))
+    found = given if drawn or lm.recommended_sampling else {**lm.recommended_search, **given}
+    if "length_penalty" in given and found.get("beams", 1) == 1:
+        raise click.UsageError("--length-penalty is for a search; give --beams as well, 2 or more")
+    return found
 
 
 def print_text(generation: "Generation") -> None:
@@ -167,7 +212,7 @@ def print_text(generation: "Generation") -> None:
             out.write(step.text)
 
 
-def print_json(lm: "LanguageModel", generation: "Generation", settings: dict[str, Any]) -> None:
+def print_json(lm: "Model", generation: "Generation", settings: dict[str, Any]) -> None:
     """Everything about a generation in one object; after Ctrl-C, everything up to there."""
     logprobs: list[float] = []
     try:
@@ -179,10 +224,11 @@ def print_json(lm: "LanguageModel", generation: "Generation", settings: dict[str
     write_json(as_dict(lm, generation, settings, logprobs))
 
 
-def as_dict(
-    lm: "LanguageModel", generation: "Generation", settings: dict[str, Any], logprobs: list[float]
-) -> dict[str, Any]:
+def as_dict(lm: "Model", generation: "Generation", settings: dict[str, Any], logprobs: list[float]) -> dict[str, Any]:
     """What `--json` tells; `finish` is null if the generation was interrupted."""
+    from mlx_tformer.generation import Found
+
+    score = {"score": generation.score} if isinstance(generation, Found) else {}
     return {
         "model": lm.origin,
         "text": generation.text,
@@ -190,6 +236,7 @@ def as_dict(
         "prompt_tokens": len(generation.prompt),
         "tokens": generation.tokens,
         "logprobs": logprobs,
+        **score,
         "sampling": settings,
         "stats": generation.stats.to_dict(),
     }
@@ -206,9 +253,12 @@ def print_stats(generation: "Generation") -> None:
     note(f"memory: peak {human(stats.peak_bytes)}, KV cache {human(stats.cache_bytes)}")
 
 
-def why_it_ended(lm: "LanguageModel", generation: "Generation", chat: bool) -> None:
+def why_it_ended(lm: "Model", generation: "Generation", chat: bool) -> None:
     """Say that a text was cut off, where that may not be what was meant."""
-    if len(generation.prompt) + len(generation.tokens) >= lm.context:
+    from mlx_tformer import Seq2SeqModel
+
+    reads = isinstance(lm, Seq2SeqModel)
+    if (0 if reads else len(generation.prompt)) + len(generation.tokens) >= lm.context:
         note(f"stopped, because the context of {lm.context} tokens is full")
-    elif chat:
+    elif chat or reads:
         note(f"stopped after {len(generation.tokens)} tokens; --max-tokens allows more")

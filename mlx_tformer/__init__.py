@@ -11,6 +11,7 @@ from .checkpoint.verify import Verification, verify  # noqa: E402
 from .encoder import EncoderModel  # noqa: E402
 from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
 from .lm import LanguageModel  # noqa: E402
+from .seq2seq import Seq2SeqModel  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LanguageModel",
     "Mismatch",
     "MlxTformerError",
+    "Seq2SeqModel",
     "UsageError",
     "Verification",
     "convert",

@@ -10,7 +10,8 @@ from ..errors import BadInput, UsageError
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
-from ..nn import Encoder
+from ..nn import Encoder, Seq2Seq
+from ..seq2seq import Seq2SeqModel
 from ..tokens import Tokenizer
 from .open import open_source
 from .plan import Plan, Recipe, plan
@@ -28,8 +29,9 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     progress: bool = True,
-) -> LanguageModel | EncoderModel:
-    """A model that is ready to use, and its tokenizer if there is one: a language model, or an encoder (BERT).
+) -> LanguageModel | EncoderModel | Seq2SeqModel:
+    """A model that is ready to use, and its tokenizer if there is one: a language model, an encoder (BERT), or an
+    encoder with a decoder (T5).
 
     where: a folder of ours, a Hugging Face folder, a .gguf file, a name below `weights/`, or an id on the hub.
     dtype: "float32", "float16" or "bfloat16"; None keeps what the checkpoint is stored in. Packed weights stay packed.
@@ -55,7 +57,12 @@ def load(
         check_fits(made.model, tokens=0, dtype=kind)  # it remembers nothing
         fill(made, source, kind)
         return EncoderModel(made.model, made.config, tokenizer, kind, source.origin, notes)
-    lm = LanguageModel(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, notes)
+    settings = source.generation_config
+    lm: LanguageModel | Seq2SeqModel
+    if isinstance(made.model, Seq2Seq):
+        lm = Seq2SeqModel(made.model, made.config, tokenizer, settings, kind, source.origin, notes)
+    else:
+        lm = LanguageModel(made.model, made.config, tokenizer, settings, kind, source.origin, notes)
     check_fits(made.model, tokens=min(lm.context, ROOM) if context is None else context, dtype=kind)
     fill(made, source, kind)
     return lm
@@ -64,9 +71,17 @@ def load(
 def load_decoder(
     where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
 ) -> LanguageModel:
-    """What `load` gives, for those who need the next token; raises UsageError for an encoder."""
+    """What `load` gives, for those who need the next token of a text; raises UsageError for other models."""
     found = load(where, dtype, context=context, revision=revision)
-    return found.refuse() if isinstance(found, EncoderModel) else found
+    return found if isinstance(found, LanguageModel) else found.refuse()
+
+
+def load_writer(
+    where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
+) -> LanguageModel | Seq2SeqModel:
+    """What `load` gives, for those who need a text; raises UsageError for other models."""
+    found = load(where, dtype, context=context, revision=revision)
+    return found if isinstance(found, LanguageModel | Seq2SeqModel) else found.refuse()
 
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:

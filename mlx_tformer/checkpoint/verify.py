@@ -14,7 +14,8 @@ import mlx.core as mx
 from ..errors import BadInput, Mismatch, UsageError
 from ..lm import LanguageModel
 from ..names import summary
-from .load import load_decoder as load
+from ..seq2seq import Seq2SeqModel
+from .load import load_writer as load
 from .load import stored_dtype
 from .open import open_source
 from .plan import Plan, Recipe, plan, shapes, unpacked
@@ -190,13 +191,14 @@ def _logits(
     tokens = (_prompt(lm, text) if ids is None else list(ids))[: lm.context]
     if not tokens:
         raise UsageError("ids: found none, expected a prompt")
-    logits = np.array(lm(mx.array([tokens]))[0].astype(mx.float32))
+    found = lm.echoed(tokens) if isinstance(lm, Seq2SeqModel) else lm(mx.array([tokens]))
+    logits = np.array(found[0].astype(mx.float32))
     del lm
     mx.clear_cache()
     return logits, tokens
 
 
-def _prompt(lm: LanguageModel, text: str | None) -> list[int]:
+def _prompt(lm: LanguageModel | Seq2SeqModel, text: str | None) -> list[int]:
     """The ids of a text, or of the usual one; from all over the vocabulary where there is no tokenizer."""
     if text is not None:
         return list(lm.tokens(text))

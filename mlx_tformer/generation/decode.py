@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..errors import MlxTformerError
-from ..nn import LM, Cache
-from .sampling import Sampler
+from ..nn import Cache, Position
 
 CHUNK = 512
 """Tokens of a prompt that are read at a time: enough to fill a GPU, few enough to bound what the scores need."""
@@ -20,6 +20,26 @@ class NotANumber(MlxTformerError):
     exit_code = 3
 
 
+class Writer(Protocol):
+    """A model that continues ids, with a cache: an `LM`, or a decoder that looks at a source."""
+
+    def new_cache(self, context: int = 0) -> Cache: ...
+
+    def hidden(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def logits(self, x: mx.array) -> mx.array: ...
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def scaled_positions(self) -> list[Position]: ...
+
+
+class Choice(Protocol):
+    """What chooses tokens: logits (B, V) -> ids (B,) and log-probabilities (B,)."""
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]: ...
+
+
 @dataclass
 class Decoder:
     """One text that grows: the ids so far and what the model remembers of them.
@@ -29,9 +49,9 @@ class Decoder:
     everything is read once more for the planned length, so that keys of different scales are never mixed.
     """
 
-    model: LM
+    model: Writer
     prompt: Sequence[int]
-    sampler: Sampler
+    sampler: Choice
     planned: int
     ids: list[int] = field(init=False)
     cache: Cache = field(init=False)

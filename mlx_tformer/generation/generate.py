@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..nn import Cache
+from ..tokens import TextStream, Tokens
 from .decode import Decoder
 from .sampling import Sampler, Sampling
 from .stopping import StopStrings
@@ -102,19 +104,43 @@ def generate(
     >>> len(steps), steps[-1].finish
     (5, 'length')
     """
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
+    check_max_tokens(max_tokens)
     ids = prompt_ids(lm, prompt)
     sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
     limit = min(max_tokens, lm.context - len(ids))
     stats = Stats(prompt_tokens=len(ids))
     decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + limit)
     end_ids = lm.end_ids if stop_at_end else frozenset()
-    return Generation(_steps(lm, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats)
+    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+    return Generation(steps(stream, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raise UsageError for a number of tokens that cannot be meant."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
 
 
 def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     """The ids of a prompt in any form, checked against the model's vocabulary and context."""
+    ids = as_ids(lm, prompt)
+    if len(ids) >= lm.context:
+        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
+        raise UsageError(problem)
+    return ids
+
+
+class Reader(Protocol):
+    """A model that knows ids up to `vocab`, and those of a text."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    def tokens(self, text: str) -> Tokens: ...
+
+
+def as_ids(lm: Reader, prompt: Prompt) -> list[int]:
+    """The ids of a prompt in any form, checked against the model's vocabulary."""
     if isinstance(prompt, str):
         ids = list(lm.tokens(prompt))
     elif isinstance(prompt, mx.array):
@@ -128,16 +154,26 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < lm.vocab), None)
     if wrong is not None:
         raise UsageError(f"prompt: found id {wrong}, expected 0 to {lm.vocab - 1}")
-    if len(ids) >= lm.context:
-        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
-        raise UsageError(problem)
     return ids
 
 
-def _steps(
-    lm: "LanguageModel", decoder: Decoder, limit: int, stop: StopStrings, end_ids: frozenset[int], stats: Stats
+class Chosen(Protocol):
+    """What gives ids and log-probabilities one by one, and has a cache."""
+
+    cache: Cache
+
+    def __iter__(self) -> Iterator[tuple[int, float]]: ...
+
+
+def steps(
+    stream: TextStream | None,
+    decoder: Chosen,
+    limit: int,
+    stop: StopStrings,
+    end_ids: frozenset[int],
+    stats: Stats,
 ) -> Iterator[Step]:
-    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+    """The tokens of a decoder as steps with their text, up to an end token, a stop string, or token number `limit`."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
     for token, logprob in decoder:

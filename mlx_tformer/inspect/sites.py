@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 import mlx.nn as nn
 
 from ..errors import UsageError
-from ..nn import Block, Experts, GatedMlp, Mamba2, Mixture, Module, Parallel, Router
+from ..nn import Block, GatedMlp, Mamba2, Mixture, Module, Parallel, Router
+from ..nn.moe import Feedforwards
 from ..nn.ssm import StateSpace
 
 LENS = {
@@ -145,6 +146,8 @@ def _site(module: Module, path: str, name: str, modules: dict[str, Module]) -> S
     block = modules.get(f"{stack}.layers.{layer}")
     if isinstance(block, Parallel) and tail in {f"{step}.out" for step in block.order}:
         return None  # steps side by side have no sums of their own
+    if name == "kept" and isinstance(module, Mixture) and module.capacity is None:
+        return None
     theirs = LENS.get(tail, ())
     if isinstance(block, Block) and tail == f"{block.order[0]}.out":
         theirs = ("hook_resid_mid", "residual.mid")
@@ -172,9 +175,14 @@ def _axes(module: Module, name: str) -> tuple[int | None, int | None, int | None
         return ATTENTION[name]
     if isinstance(module, StateSpace):
         return 2 if isinstance(module, Mamba2) and name != "z" else None, 1, None, None
-    if isinstance(module, Router | Experts | Mixture):
-        return None, 1, None, 3 if isinstance(module, Router) else 4
+    if isinstance(module, Router | Feedforwards | Mixture):
+        return None, 1, None, 3 if isinstance(module, Router) or name == "kept" else 4
     return None, 1, None, 2 if name == "ids" else 3
+
+
+def main_stack(model: nn.Module) -> str:
+    """The stack of blocks whose end the logits are made of: the decoder where there are two."""
+    return "decoder" if "decoder" in model else "encoder"
 
 
 def resolve(sites: Iterable[Site], pattern: str) -> list[Site]:

@@ -1,15 +1,16 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `linear`, `attention`, `latent`, `ssm`, `mlp`,
-`moe`, `block`, `draft`, `model`, `encoder`.
+Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`, `cross`, `latent`,
+`ssm`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `seq2seq`.
 """
 
 from mlx.nn import Linear
 
 from .attention import Attention, attend
 from .block import Block, Parallel, Residual
-from .cache import KV, Apart, Cache, State, Stateful, WindowKV, stateful
+from .cache import KV, Apart, Cache, Memory, State, Stateful, WindowKV, stateful
 from .context import Context
+from .cross import CrossAttention
 from .draft import NextToken
 from .encoder import Encoder, TokenHead
 from .latent import LatentAttention
@@ -17,7 +18,7 @@ from .linear import matrix
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
-from .moe import ExpertLinear, Experts, Groups, Mixture, Router
+from .moe import ExpertLinear, Experts, Groups, Mixture, PlainExperts, Router
 from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
 from .position import (
     Alibi,
@@ -29,13 +30,16 @@ from .position import (
     Position,
     Rope,
     Scaling,
+    Sinusoidal,
     Unscaled,
     Yarn,
 )
+from .relative import RelativeBias, Shared
+from .seq2seq import LogitBias, Seq2Seq
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
 
-Model = LM | Encoder
+Model = LM | Encoder | Seq2Seq
 """What a family makes."""
 
 __all__ = [
@@ -52,6 +56,7 @@ __all__ = [
     "Causal",
     "Chunk",
     "Context",
+    "CrossAttention",
     "DynamicNTK",
     "EachHead",
     "Embed",
@@ -70,25 +75,32 @@ __all__ = [
     "Linear",
     "LinearScaling",
     "Llama3",
+    "LogitBias",
     "LongRope",
     "Mamba",
     "Mamba2",
     "Mask",
+    "Memory",
     "Mixture",
     "Mlp",
     "Model",
     "Module",
     "NextToken",
     "Parallel",
+    "PlainExperts",
     "Position",
     "RMSNorm",
     "Recurrent",
+    "RelativeBias",
     "Residual",
     "Rope",
     "Router",
     "Scaled",
     "Scaling",
+    "Seq2Seq",
+    "Shared",
     "ShiftedRMSNorm",
+    "Sinusoidal",
     "SoftCap",
     "Stack",
     "State",

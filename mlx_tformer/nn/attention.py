@@ -63,6 +63,10 @@ class Attention(Stateful):
             self.sinks = mx.zeros((heads,))
         self.has_sinks = sinks
 
+    @property
+    def remembers(self) -> bool:
+        return any(isinstance(part, Causal) for part in self.mask.parts)
+
     def new_state(self) -> State:
         window = window_of(self.mask)
         return KV() if window is None else WindowKV(window)

@@ -4,6 +4,7 @@ The caller owns the cache and passes it in; a model keeps nothing itself.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +27,10 @@ class State(ABC):
     @abstractmethod
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens; raises UsageError where what came before them is gone."""
+
+    def take(self, rows: mx.array) -> None:
+        """Keep these rows of the batch, (N,), in this order; a row may be there several times, as beams begin."""
+        raise UsageError(f"the rows of a batch cannot be told apart in {type(self).__name__}")
 
 
 class KV(State):
@@ -60,6 +65,10 @@ class KV(State):
         if not 0 <= count <= self.length:
             raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
         self.length -= count
+
+    def take(self, rows: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
 
     def _make_room(self, keys: mx.array, values: mx.array) -> tuple[int, int]:
         """Where in the buffers the new tokens go; grows the buffers where they are full."""
@@ -116,8 +125,35 @@ def _moved(buffer: mx.array, kept: range, size: int) -> mx.array:
     return mx.concatenate([old, _empty(old, size - len(kept))], axis=2)
 
 
+class Memory(State):
+    """Keys (B, K, S, D) and values (B, K, S, D) of a memory, made once; `length` counts the tokens that look at it."""
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.length = 0
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def trim(self, count: int) -> None:
+        if not 0 <= count <= self.length:
+            raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
+        self.length -= count
+
+    def take(self, rows: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is anything to remember: not in attention that sees what comes later, which runs once."""
+        return True
 
     @abstractmethod
     def new_state(self) -> State:
@@ -136,7 +172,7 @@ def stateful(model: nn.Module) -> list[Stateful]:
     """The modules that remember something when `model` runs, without those of parts that stand apart."""
     parts = [part for part in model.modules() if isinstance(part, Apart) and part is not model]
     apart = {id(module) for part in parts for module in part.modules()}
-    return [m for m in model.modules() if isinstance(m, Stateful) and id(m) not in apart]
+    return [m for m in model.modules() if isinstance(m, Stateful) and m.remembers and id(m) not in apart]
 
 
 class Cache:
@@ -144,13 +180,14 @@ class Cache:
 
     `context` is the length that the text is planned to have; only models whose positions depend on that length look
     at it, and keys of different regimes are never mixed. `left` (B,) counts the padding in front of each row, if
-    there is any.
+    there is any. `real` (B, S) is True where the text that a decoder looks back to is no padding.
     """
 
     def __init__(self, states: dict[str, State], context: int = 0):
         self.states = states
         self.context = context
         self.left: mx.array | None = None
+        self.real: mx.array | None = None
 
     @classmethod
     def of(cls, model: nn.Module, context: int = 0) -> "Cache":
@@ -174,6 +211,15 @@ class Cache:
     def nbytes(self) -> int:
         """Bytes of the buffers, room for growth included."""
         return sum(array.nbytes for array in self.arrays)
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; one may be there several times. Raises UsageError for a state
+        that cannot be divided by rows."""
+        chosen = mx.array(list(rows))
+        for state in self.states.values():
+            state.take(chosen)
+        self.left = None if self.left is None else self.left[chosen]
+        self.real = None if self.real is None else self.real[chosen]
 
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens in every layer, or raise UsageError and forget nothing."""

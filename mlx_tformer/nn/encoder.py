@@ -79,7 +79,7 @@ class Encoder(Module):
                 raise UsageError(f"{name}: found shape {given.shape}, expected that of the ids, {ids.shape}")
         real = None if attention_mask is None else attention_mask.astype(mx.bool_)
         length = ids.shape[1]
-        ctx = Context(0, length, left=None if real is None else _left(real), context=length, real=real)
+        ctx = Context(0, length, left=None if real is None else padding_before(real), context=length, real=real)
         return self.encoder(self.embed(ids, ctx, token_types), ctx)
 
     def logits(self, x: mx.array) -> mx.array:
@@ -87,7 +87,7 @@ class Encoder(Module):
         return tap(self, "logits", self.embed.tokens.as_linear(self.head(x)) + self.head.bias)
 
 
-def _left(real: mx.array) -> mx.array | None:
+def padding_before(real: mx.array) -> mx.array | None:
     """How many tokens of padding stand before the first real one of each row, (B,); None if there are none."""
     if real.shape[1] == 0:
         return None

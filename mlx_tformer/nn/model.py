@@ -10,15 +10,16 @@ from .block import Block, Norm
 from .cache import Cache
 from .context import Context
 from .draft import NextToken
-from .position import Learned, Position, Rope, Unscaled
-from .tap import Module, name_modules, tap, wanted
+from .position import Learned, Position, Rope, Sinusoidal, Unscaled
+from .tap import Elsewhere, Module, name_modules, tap, wanted
 
 
 class Embed(Module):
     """Token vectors, (B, L) -> (B, L, C): norm(scale * token + position + type), with the parts that a family has.
 
     `into` widens vectors that are narrower than the model (OPT's `word_embed_proj_dim`). `types` is how many kinds of
-    token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors).
+    token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors). `of` is another
+    embedding whose vectors of tokens these are as well, as a decoder's are an encoder's.
     """
 
     sites = ("slots", "ids", "out")
@@ -28,14 +29,17 @@ class Embed(Module):
         vocab: int,
         dim: int,
         *,
-        positions: Learned | None = None,
+        positions: Learned | Sinusoidal | None = None,
         scale: float = 1.0,
         norm: Norm | None = None,
         into: nn.Module | None = None,
         types: int = 0,
+        of: "Embed | None" = None,
     ):
         super().__init__()
-        self.tokens = nn.Embedding(vocab, dim)
+        self._of = None if of is None else Elsewhere(of)
+        if of is None:
+            self.tokens = nn.Embedding(vocab, dim)
         self.kinds = types
         if types:
             self.types = nn.Embedding(types, dim)
@@ -54,18 +58,28 @@ class Embed(Module):
         if wanted(self, "slots"):
             tap(self, "slots", mx.arange(ctx.start, ctx.start + ctx.length))
         ids = tap(self, "ids", ids)
-        x = self.tokens(ids)
-        x = self.into(x if self.dtype is None else x.astype(self.dtype))
+        x = self.into(self.vectors(ids))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
         if self.has_positions:
-            x = x + self.positions(ids.shape[1], ctx.offset)
+            x = x + self.positions(ids.shape[1], ctx.offset).astype(x.dtype)
         if self.kinds:
             x = x + self.types(mx.array([0]) if types is None else types)
         return tap(self, "out", self.norm(x))
 
+    def vectors(self, ids: mx.array) -> mx.array:
+        """What stands in the table for each token, (B, L, C)."""
+        if self._of is not None:
+            return self._of.module.vectors(ids)
+        x = self.tokens(ids)
+        return x if self.dtype is None else x.astype(self.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The table as a head: (B, L, C) -> (B, L, V)."""
+        return self.tokens.as_linear(x) if self._of is None else self._of.module.as_linear(x)
+
 
 class Stack(Module):
-    """Blocks in order, then a norm.
+    """Blocks in order, then a norm. `position` is one whose weights all layers share, each through a `Shared` one.
 
     Watchers are told where the tokens of a pass stand: their `slots` (L,) count all that came before, padding too, and
     `left` (B,) is how much padding there is in front of each row.
@@ -73,9 +87,11 @@ class Stack(Module):
 
     sites = ("slots", "left", "out")
 
-    def __init__(self, layers: Sequence[Block], norm: Norm | None = None):
+    def __init__(self, layers: Sequence[Block], norm: Norm | None = None, *, position: Position | None = None):
         super().__init__()
         self.layers = list(layers)
+        if position is not None:
+            self.position = position
         self.norm: Norm = nn.Identity() if norm is None else norm
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:

@@ -4,6 +4,7 @@ Few tokens gather the weights of their experts; many are sorted by expert first,
 together and its weights are read once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .context import Context
-from .mlp import Gate, joined
+from .mlp import ACTIVATIONS, Gate, joined
 from .tap import Module, tap, wanted
 
 SORTED_FROM = 4
@@ -159,16 +160,11 @@ class QuantizedExpertLinear(ExpertLinear):
         )
 
 
-class Experts(Module):
-    """`count` gated feed-forward layers side by side; gate and up are one matrix, gate first."""
+class Feedforwards(Module, ABC):
+    """`count` feed-forward layers side by side."""
 
     sites = ("hidden",)
-
-    def __init__(self, dim: int, hidden: int, count: int, *, act: str | Gate = "silu", bias: bool = False):
-        super().__init__()
-        self.gate_up = ExpertLinear(count, dim, 2 * hidden, bias)
-        self.down = ExpertLinear(count, hidden, dim, bias)
-        self.act, self.count, self.hidden = act, count, hidden
+    count: int
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
         """x (N, C) and the experts chosen for each token (N, top) -> what each of them says, (N, top, C)."""
@@ -179,11 +175,9 @@ class Experts(Module):
         y = self._rows(x[order // top], expert[order], top, order)
         return mx.unflatten(y[mx.argsort(order)], 0, (-1, top))
 
+    @abstractmethod
     def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
         """One row for each pair of a token and an expert, (M, C) -> (M, C), sorted by `order`, or not at all."""
-        ordered = order is not None
-        gate, up = mx.split(self.gate_up(x, expert, ordered), 2, axis=-1)
-        return self.down(self._shown(joined(self.act, gate, up), top, order), expert, ordered)
 
     def _shown(self, hidden: mx.array, top: int, order: mx.array | None) -> mx.array:
         """Offer hidden rows (M, F) by token and choice, (N, top, F), however they are sorted."""
@@ -196,24 +190,55 @@ class Experts(Module):
         return shown.flatten(0, 1) if order is None else shown.flatten(0, 1)[order]
 
 
+class Experts(Feedforwards):
+    """`count` gated feed-forward layers side by side; gate and up are one matrix, gate first."""
+
+    def __init__(self, dim: int, hidden: int, count: int, *, act: str | Gate = "silu", bias: bool = False):
+        super().__init__()
+        self.gate_up = ExpertLinear(count, dim, 2 * hidden, bias)
+        self.down = ExpertLinear(count, hidden, dim, bias)
+        self.act, self.count, self.hidden = act, count, hidden
+
+    def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
+        ordered = order is not None
+        gate, up = mx.split(self.gate_up(x, expert, ordered), 2, axis=-1)
+        return self.down(self._shown(joined(self.act, gate, up), top, order), expert, ordered)
+
+
+class PlainExperts(Feedforwards):
+    """`count` feed-forward layers without a gate side by side, down(act(up(x))) (Switch)."""
+
+    def __init__(self, dim: int, hidden: int, count: int, *, act: str = "relu", bias: bool = False):
+        super().__init__()
+        self.up, self.down = ExpertLinear(count, dim, hidden, bias), ExpertLinear(count, hidden, dim, bias)
+        self.act, self.count, self.hidden = act, count, hidden
+
+    def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
+        hidden = ACTIVATIONS[self.act](self.up(x, expert, order is not None))
+        return self.down(self._shown(hidden, top, order), expert, order is not None)
+
+
 class Mixture(Module):
     """The weighted sum of the chosen experts, plus `shared`, an MLP that every token goes through, if there is one.
 
-    `shared_gate` makes one number of a token, whose sigmoid the shared part is multiplied by (Qwen 2 MoE).
+    `shared_gate` makes one number of a token, whose sigmoid the shared part is multiplied by (Qwen 2 MoE). `capacity`
+    is how many tokens of a text an expert takes in one call, the first ones; for the others it says nothing (Switch,
+    Fedus et al. 2021, arXiv 2101.03961, section 2.2). Padding takes no place.
     """
 
-    sites = ("said",)
+    sites = ("kept", "said")
 
     def __init__(
         self,
         router: Router,
-        experts: Experts,
+        experts: Feedforwards,
         *,
         shared: Module | None = None,
         shared_gate: nn.Module | None = None,
+        capacity: int | None = None,
     ):
         super().__init__()
-        self.router, self.experts = router, experts
+        self.router, self.experts, self.capacity = router, experts, capacity
         if shared is not None:
             self.shared = shared
         if shared_gate is not None:
@@ -222,7 +247,11 @@ class Mixture(Module):
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         tokens = x.flatten(0, 1)  # (B, L, C) -> (N, C)
-        y = self.routed(tokens, *self.router(tokens))
+        weights, chosen = self.router(tokens)
+        if self.capacity is not None:
+            kept = tap(self, "kept", taken(chosen.reshape(*x.shape[:2], -1), self.experts.count, self.capacity, ctx))
+            weights = mx.where(kept.flatten(0, 1), weights, 0)
+        y = self.routed(tokens, weights, chosen)
         if self.has_shared:
             shared = self.shared(tokens, ctx)
             y = y + (mx.sigmoid(self.shared_gate(tokens)) * shared if self.has_shared_gate else shared)
@@ -232,3 +261,19 @@ class Mixture(Module):
         """What the chosen experts say together: (N, C), (N, top), (N, top) -> (N, C)."""
         said = tap(self, "said", self.experts(x, chosen))  # (N, top, C)
         return (said * weights[..., None].astype(said.dtype)).sum(axis=1)
+
+
+def taken(chosen: mx.array, count: int, capacity: int, ctx: Context | None = None) -> mx.array:
+    """Which of the experts chosen for each token, (B, L, top), still have room for it, as booleans of that shape.
+
+    A text fills its own places, token by token, and those of padding take none.
+
+    >>> taken(mx.array([[[1], [0], [1], [1]]]), count=2, capacity=2).flatten().tolist()
+    [True, True, True, False]
+    """
+    pairs = chosen.flatten(1)[..., None] == mx.arange(count)  # (B, L * top, E)
+    real = None if ctx is None else ctx.text
+    if real is not None:
+        pairs = pairs & mx.repeat(real, chosen.shape[-1], axis=1)[..., None]
+    place = (mx.cumsum(pairs.astype(mx.int32), axis=1) * pairs).sum(axis=-1)
+    return (place <= capacity).reshape(chosen.shape)

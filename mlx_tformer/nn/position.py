@@ -1,4 +1,4 @@
-"""How attention knows where tokens stand: here by turning queries and keys.
+"""How attention knows where tokens stand: queries and keys are turned, scores added to, or vectors of positions.
 
 `Rope` is Su et al. 2021 (arXiv 2104.09864). Contexts beyond the trained length need slower turning; each way to
 slow down that configs name is a small object that gives the frequencies, and some of them an amplitude for the
@@ -335,3 +335,52 @@ class Learned(Module):
 
     def __str__(self) -> str:
         return f"learned, {self.count} positions"
+
+
+class Sinusoidal(Module):
+    """Waves of lengths from 2π to 10000 · 2π, added to the vectors of tokens (Vaswani et al. 2017, section 3.5).
+
+    The sines come first and then the cosines, or in turn if `interleaved`, as the paper has them. `closed`: the longest
+    wave is 10000 · 2π to the letter, as in tensor2tensor; the paper's falls short of it by a step. The first token
+    stands at position `first`. `count`: tokens that it may be used for (None: no limit).
+    """
+
+    def __init__(
+        self, dim: int, count: int | None = None, *, first: int = 0, closed: bool = False, interleaved: bool = False
+    ):
+        super().__init__()
+        if dim % 2 or dim < 2 + 2 * closed:
+            raise ValueError(f"sinusoidal positions want an even number of features, found {dim}")
+        self.dim, self.count, self.first, self.closed, self.interleaved = dim, count, first, closed, interleaved
+
+    def __call__(self, length: int, offset: int | mx.array) -> mx.array:
+        """Vectors (L, C) of the positions from `offset` on; (B, L, C) if the rows of a batch begin elsewhere.
+
+        Raises UsageError for a text that is longer than `count`.
+        """
+        longest = length + (offset if isinstance(offset, int) else max(cast(list[int], offset.tolist())))
+        if self.count is not None and longest > self.count:
+            raise UsageError(f"ids: found a text of {longest} tokens, but the model has {self.count} positions")
+        size = max(256, 1 << (longest + self.first - 1).bit_length())
+        table = waves(self.dim, size, self.closed, self.interleaved)
+        start = offset if isinstance(offset, int) else offset[:, None]
+        return table[mx.maximum(mx.arange(length) + start, 0) + self.first]
+
+    def __str__(self) -> str:
+        return "sinusoidal" if self.count is None else f"sinusoidal, {self.count} positions"
+
+
+@lru_cache(maxsize=8)
+def waves(dim: int, size: int, closed: bool, interleaved: bool) -> mx.array:
+    """The vectors of `size` positions, (size, dim) in float32, computed in float64: far positions lose digits else.
+
+    >>> waves(4, 2, False, False).tolist()[0], waves(4, 2, False, True).tolist()[0]
+    ([0.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0])
+    """
+    import numpy as np  # slow to import, and MLX's float64 rounds on the way
+
+    half = dim // 2
+    angles = np.arange(size)[:, None] * 10000.0 ** (-np.arange(half) / (half - closed))
+    parts = np.sin(angles), np.cos(angles)
+    table = np.stack(parts, axis=-1).reshape(size, dim) if interleaved else np.concatenate(parts, axis=-1)
+    return mx.array(table.astype(np.float32))

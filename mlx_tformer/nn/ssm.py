@@ -36,6 +36,10 @@ class Recurrent(State):
         if count:
             raise UsageError(f"cannot forget {count} tokens: a state space keeps no token apart from the others")
 
+    def take(self, rows: mx.array) -> None:
+        self.inputs = None if self.inputs is None else self.inputs[rows]
+        self.hidden = None if self.hidden is None else self.hidden[rows]
+
 
 class CausalConv(Module):
     """A convolution of each feature by itself over the last `size` tokens, (B, L, C) -> (B, L, C).

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Module(nn.Module):
@@ -26,6 +29,13 @@ class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.path = ""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Elsewhere(Generic[M]):
+    """A module that stands at another place of the model: here it is used, and its weights are not there once more."""
+
+    module: M
 
 
 def name_modules(model: nn.Module) -> None:

@@ -164,6 +164,10 @@ class Tokenizer:
     def _control(self) -> ControlTokens:
         return ControlTokens(self._backend)
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token that is written so in the vocabulary, or None."""
+        return self._backend.token_to_id(token)
+
     def _id(self, name: str) -> int | None:
         return self._backend.token_to_id(self._names[name]) if name in self._names else None
 

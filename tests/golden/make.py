@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
+from seq2seq import SEQ2SEQ, make_beams, make_seq2seq
 
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
@@ -210,6 +211,7 @@ def make_published(out: Path) -> None:
 
 
 TABLES: dict[str, Callable[[Path], None]] = {
+    "beams.json": make_beams,
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
@@ -226,7 +228,7 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make golden cases from transformers.")
-    parser.add_argument("name", nargs="?", choices=[*RECIPES, *TABLES])
+    parser.add_argument("name", nargs="?", choices=[*RECIPES, *SEQ2SEQ, *TABLES])
     parser.add_argument("out", type=Path)
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
@@ -234,9 +236,11 @@ def main() -> None:
         parser.error("give either a NAME or --all")
     quiet()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in [*RECIPES, *TABLES] if args.all else [args.name]:
+    for name in [*RECIPES, *SEQ2SEQ, *TABLES] if args.all else [args.name]:
         if name in TABLES:
             TABLES[name](args.out)
+        elif name in SEQ2SEQ:
+            make_seq2seq(name, args.out)
         else:
             make_case(name, args.out)
 
