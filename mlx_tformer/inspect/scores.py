@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import LM, watch
+from ..nn import LM, Encoder, watch
 from .drawn import Drawn, numbers
-from .sites import resolve, sites_of
+from .sites import main_stack, resolve, sites_of
 
 if TYPE_CHECKING:
     from .pictures import Picture
@@ -116,7 +116,9 @@ def head_scores(
         raise UsageError(f"kinds: found {unknown or kinds!r}, expected a list out of {', '.join(SCORES)}")
     if seeds < 1 or length < NEAR:
         raise UsageError(f"found {seeds} seeds and a length of {length}, expected 1 or more and {NEAR} or more")
-    stack = "decoder" if isinstance(lm.model, LM) else "encoder"
+    if not isinstance(lm.model, LM | Encoder):
+        raise UsageError("head_scores needs a model that reads one text, and this one reads two")
+    stack = main_stack(lm.model)
     sites = {s.path: s for s in resolve(sites_of(lm.model), "attn.pattern") if s.stack == stack and s.layer is not None}
     sums: dict[str, mx.array] = {}
     losses = mx.zeros((2,))

@@ -14,7 +14,7 @@ from ..memory import QUANTIZED
 from ..nn import watch
 from ..tokens import Tokenizer
 from .drawn import Drawn, numbers
-from .sites import Site, nearest, resolve, sites_of
+from .sites import Site, main_stack, nearest, resolve, sites_of
 from .texts import Pass, Reader, Text
 
 if TYPE_CHECKING:
@@ -197,11 +197,19 @@ class Trace(Drawn):
         return [str(i) if self.lm.tokenizer is None else self.lm.tokenizer.token_text(i) for i in listed]
 
     def patterns(
-        self, layer: int | None = None, head: int | None = None, *, row: int = 0, crosses: bool = False
+        self,
+        layer: int | None = None,
+        head: int | None = None,
+        *,
+        row: int = 0,
+        stack: str | None = None,
+        crosses: bool = False,
     ) -> list[Pattern]:
         """The patterns that were read, of all layers or one, of all heads or one, with labels: what pictures are made
-        of. crosses: those of cross-attention. Raises UsageError for a layer or head that was not read."""
-        found = [s for s in self._fired() if s.kind == "pattern" and s.layer is not None and s.crosses == crosses]
+        of. Of a model with two stacks those of the decoder, or of `stack`; crosses: those of cross-attention. Raises
+        UsageError for a layer or head that was not read."""
+        stack = main_stack(self.lm.model) if stack is None else stack
+        found = [s for s in self._fired() if s.kind == "pattern" and s.stack == stack and s.crosses == crosses]
         chosen = [site for site in found if layer is None or site.layer == layer]
         if not chosen:
             have = ", ".join(str(site.layer) for site in found) or "none"
@@ -224,12 +232,18 @@ class Trace(Drawn):
         return Pattern(site.name, site.layer, head, values, deficit(values), queries, seen, first, keys.start)
 
     def picture(
-        self, layer: int | None = None, head: int | None = None, *, row: int = 0, crosses: bool = False
+        self,
+        layer: int | None = None,
+        head: int | None = None,
+        *,
+        row: int = 0,
+        stack: str | None = None,
+        crosses: bool = False,
     ) -> "Picture":
         """The patterns as a picture: of one head, of all heads of a layer, or of all layers; see `patterns`."""
         from .pictures import Heads
 
-        found = self.patterns(layer, row=row, crosses=crosses)
+        found = self.patterns(layer, row=row, stack=stack, crosses=crosses)
         first = min(one.first_key for one in found)
         widest = max(found, key=lambda one: len(one.keys))
         # Keys that a window has dropped have nothing.
