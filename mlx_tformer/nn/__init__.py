@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `mlp`,
-`moe`, `block`, `draft`, `model`, `encoder`.
+Read in this order: `tap`, `spectator`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`,
+`mlp`, `moe`, `block`, `draft`, `model`, `encoder`.
 """
 
 from mlx.nn import Linear
@@ -31,6 +31,7 @@ from .position import (
     Unscaled,
     Yarn,
 )
+from .spectator import Call, Places, spectate, spectators
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
 
@@ -48,6 +49,7 @@ __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "Call",
     "Causal",
     "Chunk",
     "Context",
@@ -79,6 +81,7 @@ __all__ = [
     "Module",
     "NextToken",
     "Parallel",
+    "Places",
     "Position",
     "RMSNorm",
     "Recurrent",
@@ -99,6 +102,8 @@ __all__ = [
     "WindowKV",
     "Yarn",
     "attend",
+    "spectate",
+    "spectators",
     "stateful",
     "tap",
     "visible",

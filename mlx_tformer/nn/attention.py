@@ -7,6 +7,7 @@ from .cache import KV, State, Stateful, WindowKV
 from .context import Context
 from .mask import Causal, Mask, window_of
 from .position import Position
+from .spectator import Call, Places, spectators
 from .tap import Module, tap, wanted
 
 
@@ -82,7 +83,8 @@ class Attention(Stateful):
             k, v = state.append(k, v)  # (B, K, S, D)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
-        z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks)
+        at = ctx.places(k.shape[2])
+        z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks, at=at)
         return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -103,15 +105,20 @@ def attend(
     bias: mx.array | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    at: Places | None = None,
 ) -> mx.array:
     """softmax(scale · q kᵀ + bias) v over what `mask` lets be seen; q (B, H, L, D), k (B, K, S, D) and v (B, K, S, E)
     -> (B, H, L, E).
 
     bias: (H, L, S), added to the scores. softcap: scores become softcap · tanh(score / softcap). sinks: (H,), one
-    more score in each softmax, whose weight goes nowhere. Fused, unless somebody watches the scores or the pattern
+    more score in each softmax, whose weight goes nowhere. at: where queries and keys stand, for those who count them;
+    None: the queries are the last tokens of the keys' text. Fused, unless somebody watches the scores or the pattern
     of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
     gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
     """
+    for see in spectators():
+        places = Places.plain(q.shape[2], k.shape[2]) if at is None else at
+        see(Call(module.path, q, k, v, scale, mask, bias, softcap, sinks, places))
     if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
         return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
     added = mask
@@ -135,16 +142,19 @@ def _explicit(
 ) -> mx.array:
     """Attention written out for scaled q, with taps on the scores (B, H, L, S) before the softmax and the pattern
     after it."""
+    scores, seen = scores_of(q, k, bias, softcap), _booleans(mask, q, k)
+    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
+    pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
+    return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
+
+
+def scores_of(q: mx.array, k: mx.array, bias: mx.array | None, softcap: float | None) -> mx.array:
+    """Scores (B, H, L, S) in float32 of scaled q (B, H, L, D) and k (B, K, S, D), hidden keys included."""
     grouped = mx.unflatten(q, 1, (k.shape[1], -1))  # (B, K, H / K, L, D)
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).flatten(1, 2).astype(mx.float32)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    seen = _booleans(mask, q, k)
-    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
-    pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
-    return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
+    return scores if bias is None else scores + bias
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:

@@ -14,6 +14,7 @@ from .cache import KV, State, Stateful
 from .context import Context
 from .mask import Causal, Mask
 from .position import Position
+from .spectator import Places
 from .tap import tap
 
 ABSORBED_UP_TO = 8
@@ -85,7 +86,7 @@ class LatentAttention(Stateful):
         latent = tap(self, "latent", latent)
         mask = ctx.visible(self.mask, latent.shape[2])
         way = self._absorbed if x.shape[1] <= ABSORBED_UP_TO else self._expanded
-        z = way(q_plain, q_turning, latent, turning, mask)  # (B, H, L, value)
+        z = way(q_plain, q_turning, latent, turning, mask, ctx.places(latent.shape[2]))  # (B, H, L, value)
         return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))
 
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -97,21 +98,33 @@ class LatentAttention(Stateful):
         return q, self.kv_norm(latent)[:, None], turning[:, None]
 
     def _expanded(
-        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array, mask: mx.array | str | None
+        self,
+        q: mx.array,
+        q_turning: mx.array,
+        latent: mx.array,
+        turning: mx.array,
+        mask: mx.array | str | None,
+        at: Places,
     ) -> mx.array:
         """Keys and values of every head, made of the latents."""
         k, v = mx.split(latent @ self.kv_up.swapaxes(1, 2), [self.plain], axis=-1)  # (B, H, S, plain), (B, H, S, value)
         turning = mx.broadcast_to(turning, (*k.shape[:3], self.rotary))
         q, k = mx.concatenate([q, q_turning], axis=-1), mx.concatenate([k, turning], axis=-1)
         q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
-        return attend(self, q, k, v, scale=self.scale, mask=mask)
+        return attend(self, q, k, v, scale=self.scale, mask=mask, at=at)
 
     def _absorbed(
-        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array, mask: mx.array | str | None
+        self,
+        q: mx.array,
+        q_turning: mx.array,
+        latent: mx.array,
+        turning: mx.array,
+        mask: mx.array | str | None,
+        at: Places,
     ) -> mx.array:
         """(q Wk) · latent instead of q · (Wk latent), and Wv after the sum instead of before: one key head for all."""
         to_key, to_value = mx.split(self.kv_up, [self.plain], axis=1)  # (H, plain, rank), (H, value, rank)
         q = mx.concatenate([q @ to_key, q_turning], axis=-1)  # (B, H, L, rank + rotary)
         k = mx.concatenate([latent, turning], axis=-1)
-        z = attend(self, tap(self, "q", q), tap(self, "k", k), latent, scale=self.scale, mask=mask)
+        z = attend(self, tap(self, "q", q), tap(self, "k", k), latent, scale=self.scale, mask=mask, at=at)
         return z @ to_value.swapaxes(1, 2)
