@@ -121,6 +121,19 @@ def attend(
         see(Call(module.path, q, k, v, scale, mask, bias, softcap, sinks, places))
     if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
         return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+    return fused(q, k, v, scale, mask, bias, sinks)
+
+
+def fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    bias: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention without a cap by MLX's kernel, which keeps no scores; the arguments are those of `attend`."""
     added = mask
     if bias is not None:
         seen = _booleans(mask, q, k)
@@ -142,19 +155,24 @@ def _explicit(
 ) -> mx.array:
     """Attention written out for scaled q, with taps on the scores (B, H, L, S) before the softmax and the pattern
     after it."""
-    scores, seen = scores_of(q, k, bias, softcap), _booleans(mask, q, k)
-    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
+    scores, seen = scores_of(q, k, mask, bias, softcap)
+    scores = _where_seen(seen, tap(module, "scores", scores), -mx.inf)
     pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
     return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
 
 
-def scores_of(q: mx.array, k: mx.array, bias: mx.array | None, softcap: float | None) -> mx.array:
-    """Scores (B, H, L, S) in float32 of scaled q (B, H, L, D) and k (B, K, S, D), hidden keys included."""
+def scores_of(
+    q: mx.array, k: mx.array, mask: mx.array | str | None, bias: mx.array | None, softcap: float | None
+) -> tuple[mx.array, mx.array | None]:
+    """Scores (B, H, L, S) in float32 of scaled q, -inf where a key is hidden; and what is seen, None for all."""
     grouped = mx.unflatten(q, 1, (k.shape[1], -1))  # (B, K, H / K, L, D)
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).flatten(1, 2).astype(mx.float32)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
-    return scores if bias is None else scores + bias
+    if bias is not None:
+        scores = scores + bias
+    seen = _booleans(mask, q, k)
+    return _where_seen(seen, scores, -mx.inf), seen
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
