@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..nn import Call, Places
-from ..nn.attention import fused, scores_of
+from ..nn.attention import booleans, fused, scores_of
 from .peaks import largest
 
 if TYPE_CHECKING:
     from ..tokens import Spans
 
-BLOCK = 2**22
-"""Scores held at a time: 16 MB in float32, and a few times that while their sums are taken."""
+BLOCK = 2**20
+"""Scores held at a time: 4 MB in float32, and a few times that while their sums are taken."""
 LOWEST = -200.0
 """A score so far below the highest one of its row has no weight in float32, and the product with it is zero."""
 
@@ -91,12 +91,19 @@ def streamed(call: Call, wants: Wants) -> Statistics:
     """
     exact = replace(call, q=call.q.astype(mx.float32), k=call.k.astype(mx.float32))
     take = _probed if probes_pay() and _probes_suffice(exact, wants) else _written_out
-    parts = []
+    rows: dict[str, list[mx.array]] = {}
+    received = mx.zeros((*call.q.shape[:2], call.k.shape[2]))
     for block in _blocks(exact):
-        found = take(block, wants)
-        mx.eval(found.arrays())
-        parts.append((block.at.keys.start - call.at.keys.start, found))
-    return _joined(parts, call.k.shape[2])
+        found = take(block, wants).arrays()
+        if wants.received:
+            first = block.at.keys.start - call.at.keys.start
+            received[..., first : first + block.k.shape[2]] += found.pop("received")
+        mx.eval(found, received)  # before the next block, so that the scores of this one are let go
+        for name, value in found.items():
+            rows.setdefault(name, []).append(value)
+    joined = {name: mx.concatenate(values, axis=2) for name, values in rows.items()}
+    mx.eval(joined)
+    return Statistics(**joined, received=received if wants.received else None)
 
 
 def probes_pay() -> bool:
@@ -161,7 +168,7 @@ def _looks_back(call: Call) -> bool:
 
 def _written_out(call: Call, wants: Wants) -> Statistics:
     """By the scores of all queries in the call, (B, H, L, S)."""
-    scores, _ = scores_of(call.q * call.scale, call.k, call.mask, call.bias, call.softcap)
+    scores = scores_of(call.q * call.scale, call.k, _added(call), call.softcap)
     sinks = None if call.sinks is None else call.sinks.astype(mx.float32)[:, None, None]
     highest = scores.max(axis=-1, keepdims=True)
     highest = highest if sinks is None else mx.maximum(highest, sinks)
@@ -189,6 +196,15 @@ def _written_out(call: Call, wants: Wants) -> Statistics:
     if wants.received:
         found["received"] = weights.sum(axis=2)
     return Statistics(**found)
+
+
+def _added(call: Call) -> mx.array | None:
+    """What is added to the scores, -inf where a key is hidden: one pass over them, where a choice takes several."""
+    seen = booleans(call.mask, call.q, call.k)
+    if seen is None:
+        return call.bias
+    hidden = mx.where(seen, 0, -mx.inf)
+    return hidden if call.bias is None else call.bias + hidden
 
 
 def _probed(call: Call, wants: Wants) -> Statistics:
@@ -242,27 +258,13 @@ def _mean(weighted: mx.array, total: mx.array) -> mx.array:
     return mx.where(total > 0, weighted / mx.where(total > 0, total, 1), 0)
 
 
-def _joined(parts: list[tuple[int, Statistics]], keys: int) -> Statistics:
-    """Rows of all blocks one after another; what keys received is added up."""
-    names = parts[0][1].arrays()
-    joined = {
-        name: mx.concatenate([part.arrays()[name] for _, part in parts], axis=2) for name in names.keys() - {"received"}
-    }
-    if "received" in names:
-        total = mx.zeros((*names["received"].shape[:2], keys))
-        for first, part in parts:
-            assert part.received is not None
-            total[..., first : first + part.received.shape[-1]] += part.received
-        joined["received"] = total
-    mx.eval(joined)
-    return Statistics(**joined)
-
-
-def statistics_of(pattern: mx.array, wants: Wants | None = None, at: Places | None = None) -> Statistics:
+def statistics_of(
+    pattern: mx.array, wants: Wants | None = None, at: Places | None = None, *, sinks: bool = False
+) -> Statistics:
     """The same of a pattern (B, H, L, S) that is there, as a trace shows it: the long way, which specifies the others.
 
-    What a row leaves to one is the sink's. There are no scores to give a logsumexp. `at` tells where queries and
-    keys stand; None: the queries are the last tokens of the keys' text.
+    at: where queries and keys stand; None: the queries are the last tokens of the keys' text. sinks: the layer has
+    learned sinks, which take what a row leaves to one. There are no scores to give a logsumexp.
 
     >>> found = statistics_of(mx.array([[[[1.0, 0.0], [0.5, 0.5]]]]))
     >>> [round(x, 4) for x in found.entropy[0, 0].tolist()], found.distance[0, 0].tolist()
@@ -271,7 +273,7 @@ def statistics_of(pattern: mx.array, wants: Wants | None = None, at: Places | No
     wants = Wants() if wants is None else wants
     at = Places.plain(*pattern.shape[2:]) if at is None else at
     total = pattern.sum(axis=-1)
-    sink = mx.where(total > 0, mx.maximum(1 - total, 0), 0)
+    sink = mx.maximum(1 - total, 0) if sinks else mx.zeros_like(total)
     order = mx.argsort(-pattern, axis=-1)[..., : max(wants.top, 1)]
     weights = mx.take_along_axis(pattern, order, axis=-1)
     place = _places(at.keys, at.keys_left)

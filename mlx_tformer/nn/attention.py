@@ -136,7 +136,7 @@ def fused(
     """Attention without a cap by MLX's kernel, which keeps no scores; the arguments are those of `attend`."""
     added = mask
     if bias is not None:
-        seen = _booleans(mask, q, k)
+        seen = booleans(mask, q, k)
         added = (bias if seen is None else mx.where(seen, bias, -mx.inf)).astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
     z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=added, sinks=sinks)
@@ -155,24 +155,19 @@ def _explicit(
 ) -> mx.array:
     """Attention written out for scaled q, with taps on the scores (B, H, L, S) before the softmax and the pattern
     after it."""
-    scores, seen = scores_of(q, k, mask, bias, softcap)
-    scores = _where_seen(seen, tap(module, "scores", scores), -mx.inf)
+    scores, seen = scores_of(q, k, bias, softcap), booleans(mask, q, k)
+    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
     pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
     return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
 
 
-def scores_of(
-    q: mx.array, k: mx.array, mask: mx.array | str | None, bias: mx.array | None, softcap: float | None
-) -> tuple[mx.array, mx.array | None]:
-    """Scores (B, H, L, S) in float32 of scaled q, -inf where a key is hidden; and what is seen, None for all."""
+def scores_of(q: mx.array, k: mx.array, bias: mx.array | None, softcap: float | None) -> mx.array:
+    """Scores (B, H, L, S) in float32 of scaled q, those of hidden keys too."""
     grouped = mx.unflatten(q, 1, (k.shape[1], -1))  # (B, K, H / K, L, D)
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).flatten(1, 2).astype(mx.float32)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    seen = _booleans(mask, q, k)
-    return _where_seen(seen, scores, -mx.inf), seen
+    return scores if bias is None else scores + bias
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
@@ -189,7 +184,7 @@ def _where_seen(seen: mx.array | None, values: mx.array, otherwise: float) -> mx
     return values if seen is None else mx.where(seen, values, otherwise)
 
 
-def _booleans(mask: mx.array | str | None, q: mx.array, k: mx.array) -> mx.array | None:
+def booleans(mask: mx.array | str | None, q: mx.array, k: mx.array) -> mx.array | None:
     """A mask as an array, where True is seen."""
     if not isinstance(mask, str):
         return mask
