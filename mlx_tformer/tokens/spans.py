@@ -1,7 +1,7 @@
 """Parts of a text to count attention by: stretches of tokens, lines, sentences, or kinds of token."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,12 +72,16 @@ def by_ends(pieces: Sequence[str], way: str) -> Spans:
     >>> by_ends(["Go", ".", " I", " stay", "."], "sentence").names
     ('Go.', 'I stay.')
     """
-    labels, texts = [], [""]
+    labels: list[int] = []
+    texts, waiting = [""], 0
     for piece in pieces:
-        if ENDS[way].search(texts[-1][-TAIL:]) and piece.strip():
-            texts.append("")
-        labels.append(len(texts) - 1)
-        texts[-1] += piece
+        waiting += 1  # a token without a text begins a character, and goes where that goes
+        if piece:
+            if ENDS[way].search(texts[-1][-TAIL:]) and piece.strip():
+                texts.append("")
+            labels += [len(texts) - 1] * waiting
+            texts[-1], waiting = texts[-1] + piece, 0
+    labels += [len(texts) - 1] * waiting
     return Spans(tuple(_name(text) for text in texts), tuple(labels))
 
 
@@ -86,10 +90,17 @@ def _name(text: str) -> str:
     return words if len(words) <= NAMED else f"{words[: NAMED - 1]}…"
 
 
-def by_kind(ids: Iterable[int], pieces: Iterable[str], special: Collection[int]) -> Spans:
-    """The first token, special ones, words, numbers, punctuation, space."""
-    kinds = [_kind(index, piece, special) for index, piece in zip(ids, pieces, strict=True)]
-    return Spans(KINDS, tuple(KINDS.index("first" if place == 0 else kind) for place, kind in enumerate(kinds)))
+def by_kind(ids: Sequence[int], pieces: Sequence[str], special: Collection[int]) -> Spans:
+    """The first token, special ones, words, numbers, punctuation, space.
+
+    >>> by_kind([7, 8, 9], ["Go", " 12", "!"], special=()).labels
+    (0, 3, 4)
+    """
+    whole = list(accumulate(reversed(pieces), lambda after, piece: piece or after))[
+        ::-1
+    ]  # characters of several tokens
+    kinds = [_kind(index, piece, special) for index, piece in zip(ids, whole, strict=True)]
+    return Spans(KINDS, tuple(map(KINDS.index, kinds)))
 
 
 def _kind(index: int, piece: str, special: Collection[int]) -> str:
