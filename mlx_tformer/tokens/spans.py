@@ -96,10 +96,11 @@ def by_kind(ids: Sequence[int], pieces: Sequence[str], special: Collection[int])
     >>> by_kind([7, 8, 9], ["Go", " 12", "!"], special=()).labels
     (0, 3, 4)
     """
-    whole = list(accumulate(reversed(pieces), lambda after, piece: piece or after))[
-        ::-1
-    ]  # characters of several tokens
-    kinds = [_kind(index, piece, special) for index, piece in zip(ids, whole, strict=True)]
+    kinds, piece = [], ""
+    for index, own in zip(reversed(ids), reversed(pieces), strict=True):
+        piece = own or piece  # a token without a text begins a character, and is of its kind
+        kinds.append(_kind(index, piece, special))
+    kinds = ["first", *kinds[::-1][1:]]
     return Spans(KINDS, tuple(map(KINDS.index, kinds)))
 
 
