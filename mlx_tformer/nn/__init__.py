@@ -1,6 +1,6 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `spectator`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`,
+Read in this order: `tap`, `spectator`, `mask`, `position`, `cache`, `context`, `linear`, `attention`, `latent`, `ssm`,
 `mlp`, `moe`, `block`, `draft`, `model`, `encoder`.
 """
 
@@ -13,6 +13,7 @@ from .context import Context
 from .draft import NextToken
 from .encoder import Encoder, TokenHead
 from .latent import LatentAttention
+from .linear import matrix
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
@@ -102,6 +103,7 @@ __all__ = [
     "WindowKV",
     "Yarn",
     "attend",
+    "matrix",
     "spectate",
     "spectators",
     "stateful",

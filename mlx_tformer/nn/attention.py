@@ -5,6 +5,7 @@ import mlx.nn as nn
 
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .linear import matrix
 from .mask import Causal, Mask, window_of
 from .position import Position
 from .spectator import Call, Places, spectators
@@ -24,6 +25,8 @@ class Attention(Stateful):
     >>> Attention(32, heads=4, kv_heads=2)(mx.zeros((1, 5, 32))).shape
     (1, 5, 32)
     """
+
+    sites = ("q", "k", "v", "scores", "pattern", "z", "result")
 
     def __init__(
         self,
@@ -77,21 +80,34 @@ class Attention(Stateful):
             x if self.clip is None else mx.clip(x, -self.clip, self.clip) for x in (self.q_norm(q), self.k_norm(k), v)
         )
         q, k = self.position.turn(q, k, ctx.offset, ctx.context)
-        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
         state = ctx.state(self.path)
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
+        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
         at = ctx.places(k.shape[2])
         z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks, at=at)
-        return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
+        return joined_heads(self, z, self.out)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D)"""
         heads = mx.unflatten(qkv, -1, (-1, self.head_dim)).swapaxes(1, 2)
         q, k, v = mx.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
         return q, k, v
+
+
+def joined_heads(module: Module, z: mx.array, out: nn.Module) -> mx.array:
+    """What the heads say together, (B, H, L, D) -> (B, L, C). What each of them says, `result` (B, H, L, C), is worked
+    out only for a watcher, and added up only if that changes it."""
+    z = tap(module, "z", z)
+    if wanted(module, "result"):
+        shares = mx.unflatten(matrix(out), 1, (z.shape[1], -1)).transpose(1, 2, 0)  # (C, H * D) -> (H, D, C)
+        each = z @ shares.astype(z.dtype)
+        said = tap(module, "result", each)
+        if said is not each:
+            return said.sum(axis=1) + out["bias"] if "bias" in out else said.sum(axis=1)
+    return out(z.swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
 
 def attend(
@@ -115,12 +131,18 @@ def attend(
     None: the queries are the last tokens of the keys' text. Fused, unless somebody watches the scores or the pattern
     of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
     gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
+
+    Whoever sees the pattern may hold it against two more taps: `values` (v) and `fused`, what the fused path gives.
     """
     for see in spectators():
         places = Places.plain(q.shape[2], k.shape[2]) if at is None else at
         see(Call(module.path, q, k, v, scale, mask, bias, softcap, sinks, places))
     if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
-        return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+        z = _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+        if wanted(module, "fused"):
+            tap(module, "values", v)
+            tap(module, "fused", z if softcap is not None else fused(q, k, v, scale, mask, bias, sinks))
+        return z
     return fused(q, k, v, scale, mask, bias, sinks)
 
 
@@ -157,7 +179,8 @@ def _explicit(
     after it."""
     scores, seen = scores_of(q, k, bias, softcap), booleans(mask, q, k)
     scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
-    pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
+    shown = mx.where(scores == -mx.inf, 0, _softmax(scores, sinks))  # 0 / 0 where all keys of a row are hidden
+    pattern = tap(module, "pattern", shown).astype(v.dtype)
     return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
 
 

@@ -17,6 +17,8 @@ class TokenHead(Module):
     BERT's `cls.predictions` (Devlin et al. 2018, arXiv 1810.04805).
     """
 
+    sites = ("out",)
+
     def __init__(self, dim: int, vocab: int, norm: Norm, act: str = "gelu", *, dense_bias: bool = True):
         super().__init__()
         self.dense = nn.Linear(dim, dim, dense_bias)
@@ -38,6 +40,8 @@ class Encoder(Module):
     >>> model(mx.array([[1, 2, 3]])).shape
     (1, 3, 16)
     """
+
+    sites = ("logits",)
 
     def __init__(self, embed: Embed, encoder: Stack, head: TokenHead | None = None, *, context: int | None = None):
         super().__init__()

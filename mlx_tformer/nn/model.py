@@ -11,7 +11,7 @@ from .cache import Cache
 from .context import Context
 from .draft import NextToken
 from .position import Learned, Position, Rope, Unscaled
-from .tap import Module, name_modules, tap
+from .tap import Module, name_modules, tap, wanted
 
 
 class Embed(Module):
@@ -20,6 +20,8 @@ class Embed(Module):
     `into` widens vectors that are narrower than the model (OPT's `word_embed_proj_dim`). `types` is how many kinds of
     token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors).
     """
+
+    sites = ("slots", "ids", "out")
 
     def __init__(
         self,
@@ -49,6 +51,9 @@ class Embed(Module):
 
     def __call__(self, ids: mx.array, ctx: Context, types: mx.array | None = None) -> mx.array:
         """`types` (B, L) are the kinds of the tokens; None: all of the first."""
+        if wanted(self, "slots"):
+            tap(self, "slots", mx.arange(ctx.start, ctx.start + ctx.length))
+        ids = tap(self, "ids", ids)
         x = self.tokens(ids)
         x = self.into(x if self.dtype is None else x.astype(self.dtype))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
@@ -60,7 +65,13 @@ class Embed(Module):
 
 
 class Stack(Module):
-    """Blocks in order, then a norm."""
+    """Blocks in order, then a norm.
+
+    Watchers are told where the tokens of a pass stand: their `slots` (L,) count all that came before, padding too, and
+    `left` (B,) is how much padding there is in front of each row.
+    """
+
+    sites = ("slots", "left", "out")
 
     def __init__(self, layers: Sequence[Block], norm: Norm | None = None):
         super().__init__()
@@ -68,6 +79,10 @@ class Stack(Module):
         self.norm: Norm = nn.Identity() if norm is None else norm
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        if wanted(self, "slots"):
+            tap(self, "slots", mx.arange(ctx.start, ctx.start + ctx.length))
+        if wanted(self, "left"):
+            tap(self, "left", mx.zeros(x.shape[:1], mx.int32) if ctx.left is None else ctx.left)
         for layer in self.layers:
             x = layer(x, ctx)
         return tap(self, "out", self.norm(x))
@@ -107,6 +122,8 @@ class LM(Module):
     >>> model(mx.array([[1, 2, 3]])).shape
     (1, 3, 100)
     """
+
+    sites = ("logits",)
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from .context import Context
 from .mlp import Gate, joined
-from .tap import Module, tap
+from .tap import Module, tap, wanted
 
 SORTED_FROM = 4
 """Tokens for each expert, on average, from which sorting pays."""
@@ -53,6 +53,7 @@ class Router(Module):
     """
 
     precise = ("correction",)  # rounded, it would choose other experts
+    sites = ("logits", "chosen", "weights")
 
     def __init__(
         self,
@@ -161,6 +162,8 @@ class QuantizedExpertLinear(ExpertLinear):
 class Experts(Module):
     """`count` gated feed-forward layers side by side; gate and up are one matrix, gate first."""
 
+    sites = ("hidden",)
+
     def __init__(self, dim: int, hidden: int, count: int, *, act: str | Gate = "silu", bias: bool = False):
         super().__init__()
         self.gate_up = ExpertLinear(count, dim, 2 * hidden, bias)
@@ -171,15 +174,26 @@ class Experts(Module):
         """x (N, C) and the experts chosen for each token (N, top) -> what each of them says, (N, top, C)."""
         top, expert = chosen.shape[-1], chosen.flatten()
         if expert.size < SORTED_FROM * self.count:
-            return mx.unflatten(self._rows(mx.repeat(x, top, axis=0), expert, False), 0, (-1, top))
+            return mx.unflatten(self._rows(mx.repeat(x, top, axis=0), expert, top, None), 0, (-1, top))
         order = mx.argsort(expert)
-        y = self._rows(x[order // top], expert[order], True)
+        y = self._rows(x[order // top], expert[order], top, order)
         return mx.unflatten(y[mx.argsort(order)], 0, (-1, top))
 
-    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
-        """One row for each pair of a token and an expert: (M, C) -> (M, C)."""
+    def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
+        """One row for each pair of a token and an expert, (M, C) -> (M, C), sorted by `order`, or not at all."""
+        ordered = order is not None
         gate, up = mx.split(self.gate_up(x, expert, ordered), 2, axis=-1)
-        return self.down(tap(self, "hidden", joined(self.act, gate, up)), expert, ordered)
+        return self.down(self._shown(joined(self.act, gate, up), top, order), expert, ordered)
+
+    def _shown(self, hidden: mx.array, top: int, order: mx.array | None) -> mx.array:
+        """Offer hidden rows (M, F) by token and choice, (N, top, F), however they are sorted."""
+        if not wanted(self, "hidden"):
+            return hidden
+        rows = mx.unflatten(hidden if order is None else hidden[mx.argsort(order)], 0, (-1, top))
+        shown = tap(self, "hidden", rows)
+        if shown is rows:
+            return hidden
+        return shown.flatten(0, 1) if order is None else shown.flatten(0, 1)[order]
 
 
 class Mixture(Module):
@@ -187,6 +201,8 @@ class Mixture(Module):
 
     `shared_gate` makes one number of a token, whose sigmoid the shared part is multiplied by (Qwen 2 MoE).
     """
+
+    sites = ("said",)
 
     def __init__(
         self,
