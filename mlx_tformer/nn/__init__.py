@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `linear`, `attention`, `latent`, `ssm`, `mlp`,
-`moe`, `block`, `draft`, `model`, `encoder`.
+Read in this order: `tap`, `spectator`, `mask`, `position`, `cache`, `context`, `linear`, `attention`, `latent`, `ssm`,
+`mlp`, `moe`, `block`, `draft`, `model`, `encoder`.
 """
 
 from mlx.nn import Linear
@@ -32,6 +32,7 @@ from .position import (
     Unscaled,
     Yarn,
 )
+from .spectator import Call, Places, spectate, spectators
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
 
@@ -49,6 +50,7 @@ __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "Call",
     "Causal",
     "Chunk",
     "Context",
@@ -80,6 +82,7 @@ __all__ = [
     "Module",
     "NextToken",
     "Parallel",
+    "Places",
     "Position",
     "RMSNorm",
     "Recurrent",
@@ -101,6 +104,8 @@ __all__ = [
     "Yarn",
     "attend",
     "matrix",
+    "spectate",
+    "spectators",
     "stateful",
     "tap",
     "visible",
