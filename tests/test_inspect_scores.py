@@ -1,6 +1,7 @@
 """Head scores, sweeps, measures, rollout, flow, experts and circuits, where the answers are known."""
 
 import itertools
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -114,6 +115,13 @@ def test_a_sweep_takes_any_metric_and_shows_no_bar_where_there_is_no_terminal(ca
         inspect.sweep(opened("qwen3"), IDS, IDS, lambda logits: 0 * logits[:, -1, 0], layers=1).top()
 
 
+def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    inspect.sweep(opened("qwen3"), IDS, OTHER, 5, layers=1)
+    shown = capsys.readouterr()
+    assert "residual.out over positions" in shown.err and shown.out == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -211,7 +219,7 @@ def test_flow_is_what_the_narrowest_cut_lets_through() -> None:
 
 
 def test_flow_goes_back_where_a_first_path_was_wrong() -> None:
-    graph = {0: {1: 1.0, 2: 1.0}, 1: {3: 1.0, 4: 1.0}, 2: {3: 1.0}, 3: {5: 1.0}, 4: {5: 1.0}, 5: {}}
+    graph = {0: {2: 1.0, 1: 1.0}, 1: {4: 1.0, 3: 1.0}, 2: {3: 1.0}, 3: {5: 1.0}, 4: {5: 1.0}, 5: {}}
     assert most(graph, 0, 5) == 2.0 and most(graph, 5, 0) == 0.0
 
 

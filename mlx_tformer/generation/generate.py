@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -89,11 +90,14 @@ def generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
+    watch: AbstractContextManager[object] | None = None,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
 
     temperature, top_k, top_p, min_p, seed: see `Sampling`; temperature 0 takes the best token each time. stop:
-    strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens.
+    strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. watch: what to
+    look with while the model runs, and only then, such as `inspect.stats()`; it is entered for each step. The model is
+    one token ahead, so that what it did with a token is seen by the time the token comes, unless it is the last.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context.
@@ -112,7 +116,7 @@ def generate(
     decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + limit)
     end_ids = lm.end_ids if stop_at_end else frozenset()
     stream = None if lm.tokenizer is None else lm.tokenizer.stream()
-    return Generation(steps(stream, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats)
+    return Generation(steps(stream, decoder, limit, StopStrings(stop), end_ids, stats, watch), ids, stats)
 
 
 def check_max_tokens(max_tokens: int) -> None:
@@ -172,11 +176,12 @@ def steps(
     stop: StopStrings,
     end_ids: frozenset[int],
     stats: Stats,
+    watch: AbstractContextManager[object] | None = None,
 ) -> Iterator[Step]:
     """The tokens of a decoder as steps with their text, up to an end token, a stop string, or token number `limit`."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
-    for token, logprob in decoder:
+    for token, logprob in _inside(nullcontext() if watch is None else watch, decoder):
         stats.tokens += 1
         stats.seconds = time.perf_counter() - begun
         if stats.tokens == 1:
@@ -192,3 +197,14 @@ def steps(
         yield Step(text, token, logprob, finish)
         if finish is not None:
             return
+
+
+def _inside(watch: AbstractContextManager[object], decoder: Chosen) -> Iterator[tuple[int, float]]:
+    """The decoder's tokens, with `watch` entered while they are made and left while the caller has them."""
+    tokens = iter(decoder)
+    while True:
+        with watch:
+            made = next(tokens, None)
+        if made is None:
+            return
+        yield made

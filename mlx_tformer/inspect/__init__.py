@@ -2,7 +2,8 @@
 read is what the model computed.
 
 Read in this order: `sites`, `texts`, `trace`, `places`, `edits`, `sweep`; `lens`, `frozen`, `attribution`; `scores`,
-`measures`, `experts`; `circuits` looks at weights, and `pictures` draws.
+`measures`, `experts`; `streaming` (with `peaks`), `kept`, `stats`: statistics without patterns; `circuits` looks at
+weights, and `pictures` draws.
 """
 
 from .attribution import Attribution, Share, attribution
@@ -10,11 +11,14 @@ from .circuits import Circuits, LowRank, circuits, composition, copying
 from .edits import Edit, editing, mean, patch, rewrite, run, scale, steer, zero
 from .edits import assign as set
 from .experts import ExpertReport, experts
+from .kept import LayerStatistics
 from .lens import Lens, lens
 from .measures import distance, entropy, flow, rollout, sink_mass
 from .places import Where
 from .scores import HeadScores, head_scores
 from .sites import Site, sites_of
+from .stats import Watch, stats
+from .streaming import Statistics, Wants, statistics_of, streamed
 from .sweep import Sweep, sweep
 from .trace import Pattern, Trace, trace
 
@@ -24,13 +28,17 @@ __all__ = [
     "Edit",
     "ExpertReport",
     "HeadScores",
+    "LayerStatistics",
     "Lens",
     "LowRank",
     "Pattern",
     "Share",
     "Site",
+    "Statistics",
     "Sweep",
     "Trace",
+    "Wants",
+    "Watch",
     "Where",
     "attribution",
     "circuits",
@@ -52,7 +60,10 @@ __all__ = [
     "set",
     "sink_mass",
     "sites_of",
+    "statistics_of",
+    "stats",
     "steer",
+    "streamed",
     "sweep",
     "trace",
     "zero",

@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`, `cross`, `latent`,
-`ssm`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `seq2seq`.
+Read in this order: `tap`, `spectator`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`,
+`cross`, `latent`, `ssm`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -36,6 +36,7 @@ from .position import (
 )
 from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
+from .spectator import Call, Places, spectate, spectators
 from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
 from .tap import Module, tap, wanted, watch
 
@@ -53,6 +54,7 @@ __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "Call",
     "Causal",
     "Chunk",
     "Context",
@@ -87,6 +89,7 @@ __all__ = [
     "Module",
     "NextToken",
     "Parallel",
+    "Places",
     "PlainExperts",
     "Position",
     "RMSNorm",
@@ -113,6 +116,8 @@ __all__ = [
     "Yarn",
     "attend",
     "matrix",
+    "spectate",
+    "spectators",
     "stateful",
     "tap",
     "visible",

@@ -7,6 +7,7 @@ from ..errors import UsageError
 from .attention import attend, joined_heads
 from .cache import Memory, State, Stateful
 from .context import Context
+from .spectator import Places
 from .tap import tap
 
 
@@ -61,7 +62,8 @@ class CrossAttention(Stateful):
         k, v = self._memory(ctx, x.shape[1])
         k, v = tap(self, "k", k), tap(self, "v", v)
         mask = None if ctx.memory_real is None else ctx.memory_real[:, None, None]  # (B, 1, 1, S)
-        z = attend(self, q, k, v, scale=self.scale, mask=mask)
+        at = Places(range(ctx.start, ctx.start + ctx.length), range(k.shape[2]))
+        z = attend(self, q, k, v, scale=self.scale, mask=mask, at=at)
         return joined_heads(self, z, self.out)
 
     def _memory(self, ctx: Context, length: int) -> tuple[mx.array, mx.array]:

@@ -14,6 +14,7 @@ from .cache import KV, State, Stateful
 from .context import Context
 from .mask import Causal, Mask
 from .position import Position
+from .spectator import Places
 from .tap import tap, wanted
 
 ABSORBED_UP_TO = 8
@@ -86,7 +87,7 @@ class LatentAttention(Stateful):
             latent, turning = state.append(latent, turning)  # (B, 1, S, rank), (B, 1, S, rotary)
         latent = tap(self, "latent", latent)
         mask = ctx.visible(self.mask, latent.shape[2])
-        z = self._attended(q_plain, q_turning, latent, turning, mask)  # (B, H, L, value)
+        z = self._attended(q_plain, q_turning, latent, turning, mask, ctx.places(latent.shape[2]))  # (B, H, L, value)
         return joined_heads(self, z, self.out)
 
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -98,18 +99,24 @@ class LatentAttention(Stateful):
         return q, self.kv_norm(latent)[:, None], turning[:, None]
 
     def _attended(
-        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array, mask: mx.array | str | None
+        self,
+        q: mx.array,
+        q_turning: mx.array,
+        latent: mx.array,
+        turning: mx.array,
+        mask: mx.array | str | None,
+        at: Places,
     ) -> mx.array:
         """Few queries over the latents, many over keys and values. Watchers see keys and values either way, and few
         queries use them only if a watcher changed them."""
         few = q.shape[2] <= ABSORBED_UP_TO
         if few and not any(wanted(self, name) for name in "qkv"):
-            return self._absorbed(q, q_turning, latent, turning, mask)
+            return self._absorbed(q, q_turning, latent, turning, mask, at)
         made = self._expanded(q, q_turning, latent, turning)
         heads = [tap(self, name, value) for name, value in zip("qkv", made, strict=True)]
         if few and all(after is before for after, before in zip(heads, made, strict=True)):
-            return self._absorbed(q, q_turning, latent, turning, mask)
-        return attend(self, *heads, scale=self.scale, mask=mask)
+            return self._absorbed(q, q_turning, latent, turning, mask, at)
+        return attend(self, *heads, scale=self.scale, mask=mask, at=at)
 
     def _expanded(
         self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array
@@ -120,10 +127,16 @@ class LatentAttention(Stateful):
         return mx.concatenate([q, q_turning], axis=-1), mx.concatenate([k, turning], axis=-1), v
 
     def _absorbed(
-        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array, mask: mx.array | str | None
+        self,
+        q: mx.array,
+        q_turning: mx.array,
+        latent: mx.array,
+        turning: mx.array,
+        mask: mx.array | str | None,
+        at: Places,
     ) -> mx.array:
         """(q Wk) · latent instead of q · (Wk latent), and Wv after the sum instead of before: one key head for all."""
         to_key, to_value = mx.split(self.kv_up, [self.plain], axis=1)  # (H, plain, rank), (H, value, rank)
         q = mx.concatenate([q @ to_key, q_turning], axis=-1)  # (B, H, L, rank + rotary)
         k = mx.concatenate([latent, turning], axis=-1)
-        return attend(self, q, k, latent, scale=self.scale, mask=mask) @ to_value.swapaxes(1, 2)
+        return attend(self, q, k, latent, scale=self.scale, mask=mask, at=at) @ to_value.swapaxes(1, 2)

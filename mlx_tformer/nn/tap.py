@@ -64,7 +64,8 @@ _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 
 def wanted(module: Module, name: str) -> bool:
     """True if somebody watches this activation; asked before computing one that is not needed otherwise."""
-    return any(watcher.wants(f"{module.path}.{name}") for watcher in _watchers.get())
+    watchers = _watchers.get()
+    return bool(watchers) and any(watcher.wants(f"{module.path}.{name}") for watcher in watchers)
 
 
 def tap(module: Module, name: str, value: mx.array) -> mx.array:
