@@ -4,9 +4,11 @@ from .blas import preload
 
 preload()  # before anything imports mlx.core
 
+from .build import build  # noqa: E402
 from .checkpoint.convert import Conversion, convert  # noqa: E402
 from .checkpoint.export import Export, export  # noqa: E402
 from .checkpoint.load import load  # noqa: E402
+from .checkpoint.save import save  # noqa: E402
 from .checkpoint.verify import Verification, verify  # noqa: E402
 from .encoder import EncoderModel  # noqa: E402
 from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
@@ -26,8 +28,10 @@ __all__ = [
     "Seq2SeqModel",
     "UsageError",
     "Verification",
+    "build",
     "convert",
     "export",
     "load",
+    "save",
     "verify",
 ]

@@ -55,12 +55,14 @@ class Config:
     def __init__(self, values: dict[str, Any], file: str = "config.json", stored: Stored | None = None):
         self.values, self.file, self._stored = values, file, stored
         self._read: set[str] = set()
+        self.used: set[str] = set()
+        """The keys whose values were asked for; those that are ignored or held against one value are not among them."""
         self._absent: dict[str, Any] = {}
 
     def taking(self, absent: dict[str, Any]) -> "Config":
         """The same config, in which a key that is not there means what `absent` says; a null does not."""
         other = Config(self.values, self.file, self._stored)
-        other._read, other._absent = self._read, absent
+        other._read, other.used, other._absent = self._read, self.used, absent
         return other
 
     def stores(self, *names: str) -> bool:
@@ -98,10 +100,12 @@ class Config:
     def _found(self, key: str) -> tuple[str, Any]:
         """The value of a key, whatever it is, and the name that it stands under."""
         self._read.add(key)
+        self.used.add(key)
         absent = self._absent.get(key)
         if not isinstance(absent, Other):
             return key, self.values.get(key, absent)
         self._read.add(absent.key)
+        self.used.add(absent.key)
         here, there = self.values.get(key), self.values.get(absent.key)
         if here is not None and there is not None and here != there:
             raise self.wrong(absent.key, f"{_short(here)}, which {key} says")

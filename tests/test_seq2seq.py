@@ -10,9 +10,12 @@ import pytest
 from helpers import GOLDEN, cases_of, config_of, expected, gap, leaves, limit, seen, tensors
 
 import mlx_tformer as mt
+from mlx_tformer.config import Config
 from mlx_tformer.errors import BadInput, UsageError
+from mlx_tformer.families import family
 from mlx_tformer.nn import Context, CrossAttention, Mixture, RelativeBias, Sinusoidal
 from mlx_tformer.nn.moe import taken
+from mlx_tformer.settings import HARMLESS, RULES, Other
 
 CASES = cases_of("seq2seq")
 TIGHT = 1e-4
@@ -325,3 +328,83 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             model(ids, **given)
+
+
+# --- every setting, wrong and left out ---
+
+DEFAULTS: dict[str, dict[str, object]] = json.loads((GOLDEN / "seq2seq_defaults.json").read_text())
+DEPTHS = ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+
+def settings_of(case: str) -> list[str]:
+    """The settings in a case's config that its family reads and that decide something in it."""
+    values = config_of(case)
+    named = values.keys() & RULES.keys() - HARMLESS - {"tie_word_embeddings"} - SAID.get(case, set())
+    return sorted(key for key in named if values[key] is not None)
+
+
+SAID = {
+    "t5": {"feed_forward_proj"},  # which dense_act_fn and is_gated_act say again
+    "t5-v1.1": {"feed_forward_proj"},
+    "t5-untied": {"feed_forward_proj", "scale_decoder_outputs"},  # whose weights are refused under another
+    "switch": {"num_sparse_encoder_layers", "num_sparse_decoder_layers", "expert_capacity"},
+    "switch-full": {"num_sparse_encoder_layers", "num_sparse_decoder_layers", "decoder_sparse_step"},
+    "marian": {"decoder_vocab_size"},
+}
+"""Settings that do not show in a case: others say the same, or its experts have room for all."""
+
+
+def wrong(value: object) -> object:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return "tanh"
+    assert isinstance(value, int | float)
+    return value * 1e4 if isinstance(value, float) else 2 * value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_setting_shows_in_the_logits_or_in_an_error(case: str, tmp_path: Path) -> None:
+    weights, (ids, mask, target) = tensors(GOLDEN / case / "model.safetensors"), inputs(case)
+    found = settings_of(case)
+    assert len(found) > 6
+    for key in found:
+        try:
+            model = mt.load(
+                written(tmp_path / key, weights, case, **{key: wrong(config_of(case)[key])}), dtype="float32"
+            )
+        except BadInput:
+            continue
+        got = model(ids, attention_mask=mask, decoder_input_ids=target)
+        assert gap(got, expected(case)["logits"]) > tight(case), key
+
+
+def shapes_and_settings(config: dict[str, object]) -> dict[str, str]:
+    """All that a config decides about a model: shapes, and what its modules keep besides arrays."""
+    values = Config(config)
+    model = family(values.model_type).model(values)
+    values.finish()
+    found = {name: str(value.shape) for name, value in leaves(model).items()}
+    for path, module in model.named_modules():
+        kept = {k: v for k, v in module.items() if isinstance(v, bool | int | float | str | tuple)}
+        plain = {k: v for k, v in vars(module).items() if k != "path" and not k.startswith("_")}
+        found |= {f"{path}.{k}": str(v) for k, v in {**kept, **plain}.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_key_left_out_means_what_it_means_to_transformers_or_is_missed(name: str) -> None:
+    shorter = {key: 4 for key in DEPTHS if DEFAULTS[name].get(key) is not None}
+    steps = {f"{side}_sparse_step": 1 for side in ("encoder", "decoder")} if "switch" in name else {}
+    whole = DEFAULTS[name] | shorter | steps | {"model_type": name}
+    wanted = shapes_and_settings(whole)
+    for key in whole.keys() - {"model_type", *DEPTHS}:
+        try:
+            found = shapes_and_settings({k: v for k, v in whole.items() if k != key})
+        except BadInput as error:
+            assert f"{key}: missing" in str(error)
+        else:
+            assert found == wanted, key
+    class_says = {k: v for k, v in family(name).absent.items() if k in DEFAULTS[name] and not isinstance(v, Other)}
+    assert class_says == {k: DEFAULTS[name][k] for k in class_says}

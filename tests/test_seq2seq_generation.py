@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cli_models import error_line, invoke
-from helpers import GOLDEN, config_of, expected, gap, seen
+from helpers import GOLDEN, config_of, expected, seen
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import mlx_tformer as mt
@@ -54,7 +54,7 @@ def source(case: str, row: int) -> dict[str, mx.array]:
 @pytest.mark.parametrize("asked", BEAMS, ids=lambda row: f"{row['case']}-{row['row']}")
 def test_texts_and_scores_are_those_of_transformers(asked: dict[str, Any]) -> None:
     settings = asked["settings"]
-    rules = {k: v for k, v in settings.items() if k not in (*OURS, *PASSED, "do_sample")}
+    rules = {k: v for k, v in settings.items() if k not in (*OURS, *PASSED)}
     given = {OURS.get(k, k): v for k, v in settings.items() if k in (*OURS, *PASSED)}
     made = ruled(asked["case"], **rules).generate(**source(asked["case"], asked["row"]), **given)
     tokens = [step.token for step in made]
@@ -284,15 +284,3 @@ def test_conversions_are_verified_and_cards_refused_in_one_line(speaking: Path, 
     assert rounded.passed and rounded.mean_kl == 0
     with pytest.raises(BadInput, match="another model"):
         mt.verify(GOLDEN / "bart", GOLDEN / "marian")
-
-
-def test_packed_weights_are_close_and_positions_routers_and_biases_stay_as_they_are(tmp_path: Path) -> None:
-    wide = GOLDEN / "t5"
-    made = mt.convert(wide, tmp_path / "ours", quantize=8, group_size=32, keep="embed")
-    assert any(path.startswith("encoder.position") for path in made.unquantized)
-    model = mt.load(tmp_path / "ours", dtype="float32")
-    given = {name: mx.array(expected("t5")[name]) for name in ("input_ids", "attention_mask", "decoder_input_ids")}
-    found = model(
-        given["input_ids"], attention_mask=given["attention_mask"], decoder_input_ids=given["decoder_input_ids"]
-    )
-    assert gap(found, expected("t5")["logits"]) < 0.1

@@ -1,16 +1,19 @@
 """A model in memory from a checkpoint, whatever files it lies in."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
+from ..config import Config
 from ..encoder import EncoderModel
 from ..errors import BadInput, UsageError
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
-from ..nn import Encoder, Seq2Seq
+from ..nn import Encoder, Model, Seq2Seq
 from ..seq2seq import Seq2SeqModel
 from ..tokens import Tokenizer
 from .open import open_source
@@ -53,19 +56,28 @@ def load(
     kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
     tokenizer = Tokenizer.from_files(source.companions(), source.origin)
     notes = [*source.notes, *made.notes]
-    if isinstance(made.model, Encoder):
-        check_fits(made.model, tokens=0, dtype=kind)  # it remembers nothing
-        fill(made, source, kind)
-        return EncoderModel(made.model, made.config, tokenizer, kind, source.origin, notes)
-    settings = source.generation_config
-    lm: LanguageModel | Seq2SeqModel
-    if isinstance(made.model, Seq2Seq):
-        lm = Seq2SeqModel(made.model, made.config, tokenizer, settings, kind, source.origin, notes)
-    else:
-        lm = LanguageModel(made.model, made.config, tokenizer, settings, kind, source.origin, notes)
-    check_fits(made.model, tokens=min(lm.context, ROOM) if context is None else context, dtype=kind)
+    found = wrapped(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, notes)
+    remembered = 0 if isinstance(found, EncoderModel) else min(found.context, ROOM) if context is None else context
+    check_fits(made.model, tokens=remembered, dtype=kind)
     fill(made, source, kind)
-    return lm
+    return found
+
+
+def wrapped(
+    model: Model,
+    config: Config,
+    tokenizer: Tokenizer | None,
+    generation_config: Mapping[str, Any],
+    dtype: mx.Dtype,
+    origin: str,
+    notes: list[str],
+) -> LanguageModel | EncoderModel | Seq2SeqModel:
+    """What users hold of a model of any kind."""
+    if isinstance(model, Encoder):
+        return EncoderModel(model, config, tokenizer, dtype, origin, notes)
+    if isinstance(model, Seq2Seq):
+        return Seq2SeqModel(model, config, tokenizer, generation_config, dtype, origin, notes)
+    return LanguageModel(model, config, tokenizer, generation_config, dtype, origin, notes)
 
 
 def load_decoder(

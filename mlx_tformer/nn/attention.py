@@ -29,6 +29,7 @@ class Attention(Stateful):
     """
 
     sites = ("q", "k", "v", "scores", "pattern", "z", "result")
+    packs = True
 
     def __init__(
         self,

@@ -150,6 +150,8 @@ class Memory(State):
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
 
+    packs = False  # what remembers one token for another has to see to it
+
     @property
     def remembers(self) -> bool:
         """Whether there is anything to remember: not in attention that sees what comes later, which runs once."""

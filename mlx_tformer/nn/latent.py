@@ -34,6 +34,7 @@ class LatentAttention(Stateful):
     """
 
     sites = ("latent", "q", "k", "v", "scores", "pattern", "z", "result")
+    packs = True
 
     def __init__(
         self,

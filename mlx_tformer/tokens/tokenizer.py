@@ -38,6 +38,8 @@ class Tokenizer:
     """
 
     def __init__(self, loaded: Loaded):
+        self.files: dict[str, bytes] = {}
+        """What it was read from, name -> content."""
         self._backend: Backend = loaded.backend
         self._where = loaded.where
         self.size = loaded.size
@@ -72,7 +74,11 @@ class Tokenizer:
     def from_files(cls, files: Mapping[str, bytes], origin: str) -> "Tokenizer | None":
         """The tokenizer of files in memory, name -> content; `origin` is where errors say that they come from."""
         loaded = load(files, origin)
-        return None if loaded is None else cls(loaded)
+        if loaded is None:
+            return None
+        found = cls(loaded)
+        found.files = dict(files)
+        return found
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.size} ids, {self._where})"

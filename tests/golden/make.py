@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
-from seq2seq import SEQ2SEQ, make_beams, make_seq2seq
+from seq2seq import SEQ2SEQ, make_beams, make_seq2seq, make_seq2seq_defaults
 
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
@@ -35,6 +35,9 @@ ASKED: dict[str, Settings] = {
 
 Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
 """
+
+OURS = {"transformer"}
+"""Families that transformers does not have."""
 
 CORRECTION = "e_score_correction_bias"
 """A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""
@@ -186,7 +189,7 @@ def make_defaults(out: Path) -> None:
     from transformers import AutoConfig
 
     found = {}
-    for name in sorted(path.stem for path in FAMILIES.glob("[a-z]*.py")):
+    for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
         found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
@@ -212,6 +215,7 @@ def make_published(out: Path) -> None:
 
 TABLES: dict[str, Callable[[Path], None]] = {
     "beams.json": make_beams,
+    "seq2seq_defaults.json": make_seq2seq_defaults,
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
