@@ -129,6 +129,8 @@ class Config:
         kinds, layers = self.get("layer_types", types), len(types)
         if len(kinds) != layers:
             raise self.wrong("layer_types", f"{layers} entries, one for each layer")
+        if "linear_attention" in kinds:
+            raise self.wrong("layer_types", "kinds of attention with a mask")
         return [self._mask(kind) for kind in kinds]
 
     def head_dim(self, dim: str, heads: str) -> int:

@@ -86,7 +86,9 @@ def circuits(lm: Any) -> list[Circuits]:
 
 def _circuits(layer: int, op: Attention, norm: Any) -> Circuits:
     heads = mx.unflatten(matrix(op.qkv).astype(mx.float32) * _weight(norm), 0, (-1, op.head_dim))  # (H + 2K, D, C)
-    q, k, v = mx.split(heads, [op.heads, op.heads + op.kv_heads])
+    queries = op.heads * (1 + op.gated)
+    q, k, v = mx.split(heads, [queries, queries + op.kv_heads])
+    q = q[::2] if op.gated else q  # every other one is a gate, which multiplies what OV moves
     k, v = (mx.repeat(x, op.heads // op.kv_heads, axis=0) for x in (k, v))  # (H, D, C)
     out = mx.unflatten(matrix(op.out).astype(mx.float32), 1, (op.heads, -1)).transpose(1, 2, 0)  # (H, D, C)
     return Circuits(layer, LowRank(q.swapaxes(1, 2), k), LowRank(v.swapaxes(1, 2), out), op.scale)

@@ -1,7 +1,8 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `spectator`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`,
-`cross`, `latent`, `ssm`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `seq2seq`.
+`cross`, `latent`, `ssm`, `delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`,
+`seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -11,10 +12,13 @@ from .block import Block, Parallel, Residual
 from .cache import KV, Apart, Cache, Memory, State, Stateful, WindowKV, stateful
 from .context import Context
 from .cross import CrossAttention
+from .delta import GatedDelta
 from .draft import NextToken
 from .encoder import Encoder, TokenHead
 from .latent import LatentAttention
 from .linear import matrix
+from .linear_attention import LinearAttention
+from .lsh import LSHAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
@@ -37,7 +41,7 @@ from .position import (
 from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
 from .spectator import Call, Places, spectate, spectators
-from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
+from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
 
 Model = LM | Encoder | Seq2Seq
@@ -67,14 +71,17 @@ __all__ = [
     "ExpertLinear",
     "Experts",
     "Gate",
+    "GatedDelta",
     "GatedMlp",
     "GatedNorm",
     "Groups",
     "Identity",
+    "LSHAttention",
     "LatentAttention",
     "LayerNorm",
     "Learned",
     "Linear",
+    "LinearAttention",
     "LinearScaling",
     "Llama3",
     "LogitBias",
@@ -87,7 +94,9 @@ __all__ = [
     "Mlp",
     "Model",
     "Module",
+    "Multipliers",
     "NextToken",
+    "NormedGate",
     "Parallel",
     "Places",
     "PlainExperts",
@@ -103,6 +112,7 @@ __all__ = [
     "Seq2Seq",
     "Shared",
     "ShiftedRMSNorm",
+    "SiluGate",
     "Sinusoidal",
     "SoftCap",
     "Stack",

@@ -18,7 +18,6 @@ import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
 from seq2seq import SEQ2SEQ, make_beams, make_seq2seq, make_seq2seq_defaults
 
-FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
 MARGIN = 0.03  # the best greedy logit leads by so much at every step, or the next seed is tried
 
@@ -36,8 +35,6 @@ ASKED: dict[str, Settings] = {
 Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
 """
 
-OURS = {"transformer"}
-"""Families that transformers does not have."""
 
 CORRECTION = "e_score_correction_bias"
 """A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""
@@ -115,8 +112,14 @@ def answers(folder: Path, seed: int, *, seen: bool) -> tuple[dict[str, np.ndarra
         out = model(ids, output_hidden_states=True, output_attentions=seen, use_cache=False)
     found = {"input_ids": ids, "prompt_ids": ids[:, :PROMPT], "greedy_ids": greedy, "logits": out.logits}
     found |= {f"hidden.{i}": x for i, x in enumerate(out.hidden_states)}
-    found |= {f"attention.{i}": x for i, x in enumerate(out.attentions or ())}
+    found |= {f"attention.{i}": x for i, x in zip(attending(model), out.attentions or (), strict=False)}
     return {k: v.numpy().astype(np.int32 if k.endswith("_ids") else np.float32) for k, v in found.items()}, margin
+
+
+def attending(model: Any) -> list[int]:
+    """The layers that attend, for which alone there are patterns."""
+    kinds = model.config.to_dict().get("layer_types") or ["full_attention"] * model.config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
 
 def greedy_ids(model: Any, ids: Any) -> tuple[Any, float]:
@@ -185,11 +188,13 @@ def frequencies_of(settings: Settings, length: int) -> tuple[list[float], float]
 
 
 def make_defaults(out: Path) -> None:
-    """Write defaults.json: what the config class of each model type takes for a key that is left out."""
+    """Write defaults.json: what the config class of each decoder takes for a key that is left out."""
     from transformers import AutoConfig
 
     found = {}
-    for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
+    folders = [file.parent for file in Path(__file__).parent.glob("*/case.json")]
+    decoders = [folder for folder in folders if json.loads((folder / "case.json").read_text())["kind"] == "lm"]
+    for name in sorted({json.loads((folder / "config.json").read_text())["model_type"] for folder in decoders}):
         found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
