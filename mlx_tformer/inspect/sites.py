@@ -144,7 +144,7 @@ def _site(module: Module, path: str, name: str, modules: dict[str, Module]) -> S
         return _outside(module, path, name)
     stack, layer, tail = parts["stack"], int(parts["layer"]), parts["tail"]
     block = modules.get(f"{stack}.layers.{layer}")
-    if isinstance(block, Parallel) and tail in {f"{step}.out" for step in block.order}:
+    if isinstance(block, Parallel) and tail in {f"{step}.out" for step in block.order[: block.beside]}:
         return None  # steps side by side have no sums of their own
     if name == "kept" and isinstance(module, Mixture) and module.capacity is None:
         return None
