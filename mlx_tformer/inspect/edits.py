@@ -137,7 +137,7 @@ class Editing:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Editing":
-        sources = [self._source(edit, list(sites)) for edit, sites in zip(self.edits, self._sites, strict=True)]
+        sources = [self._source(edit, sites) for edit, sites in zip(self.edits, self._sites, strict=True)]
         self._stack.enter_context(watch(self._told, self._reader.heard, last=True))
         for edit, places, sites, source in zip(self.edits, self._places, self._sites, sources, strict=True):
             self._stack.enter_context(watch(set(sites), partial(self._apply, edit, places, sites, source)))
@@ -155,27 +155,35 @@ class Editing:
             if not places.touched:
                 raise UsageError(f"{edit.name} {edit.site!r} touched nothing: what it names was never computed")
 
-    def _source(self, edit: Edit, paths: list[str]) -> Trace | None:
-        """What an edit takes values from: the trace, or one of the run of its prompt."""
+    def _source(self, edit: Edit, sites: dict[str, Site]) -> dict[str, mx.array]:
+        """What an edit takes values from, by path: those of its trace, or of the run of its prompt."""
         if edit.source is None:
-            return None
+            return {}
+        names = {path: site.name for path, site in sites.items()}
         if isinstance(edit.source, Trace):
-            missing = next((path for path in paths if path.lstrip(".") not in edit.source.names), None)
+            found = edit.source
+            missing = next((name for name in names.values() if name not in found.names), None)
             if missing is not None:
-                raise UsageError(f"{edit.name} {edit.site!r}: the trace has not read {missing.lstrip('.')}")
-            return edit.source
-        with trace(self.lm, [path.lstrip(".") for path in paths]) as found:
-            call(self.lm, edit.source)
-        return found
+                raise UsageError(f"{edit.name} {edit.site!r}: the trace has not read {missing}")
+        else:
+            with trace(self.lm, list(names.values())) as found:
+                call(self.lm, edit.source)
+        return {path: found[name] for path, name in names.items()}
 
     def _apply(
-        self, edit: Edit, places: Places, sites: dict[str, Site], source: Trace | None, path: str, value: mx.array
+        self,
+        edit: Edit,
+        places: Places,
+        sites: dict[str, Site],
+        source: dict[str, mx.array],
+        path: str,
+        value: mx.array,
     ) -> mx.array | None:
         site = sites[path]
         now = self._reader.now(site.stack)
         shown = by_text(value, site, now)
         mask = places.chosen(shown, site, now)
-        there = None if source is None else source[site.name]
+        there = source.get(path)
         if there is not None and edit.aligned:
             there, has = aligned(there, shown, site, now, places)
             mask = has if mask is None else mask if has is None else mask & has

@@ -77,7 +77,10 @@ def lens(
     at, token = mx.array([i % length for i in places]), None if of is None else token_id(t.lm, of)
     norm, found = model[main_stack(model)].norm, []
     for stream in streams.values():
-        found.append(_best(model.logits(norm(stream[row][at][None]))[0], top, token))
+        logits = model.logits(norm(stream[row][at][None]))  # (1, P, V)
+        if logits.ndim != 3:
+            raise UsageError("the lens needs a head that reads each token by itself, and this one reads them together")
+        found.append(_best(logits[0], top, token))
         mx.eval(found[-1])
     tokens, shares, ranks = (mx.stack([part[i] for part in found]) for i in range(3))
     texts = [[[text_of(t.lm, i) for i in one] for one in line] for line in cast(list[list[list[int]]], tokens.tolist())]
