@@ -12,8 +12,10 @@ from .checkpoint.save import save  # noqa: E402
 from .checkpoint.verify import Verification, verify  # noqa: E402
 from .encoder import EncoderModel  # noqa: E402
 from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
+from .labels import Label  # noqa: E402
 from .lm import LanguageModel  # noqa: E402
 from .seq2seq import Seq2SeqModel  # noqa: E402
+from .vision import VisionModel  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,12 +24,14 @@ __all__ = [
     "EncoderModel",
     "Export",
     "InputOutputError",
+    "Label",
     "LanguageModel",
     "Mismatch",
     "MlxTformerError",
     "Seq2SeqModel",
     "UsageError",
     "Verification",
+    "VisionModel",
     "build",
     "convert",
     "export",

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint.load import FLOATS, as_float, wrapped
+from .checkpoint.load import FLOATS, Loaded, as_float, wrapped
 from .checkpoint.plan import build as from_config
 from .config import Config
-from .encoder import EncoderModel
 from .errors import UsageError
 from .families import Family, family
-from .lm import LanguageModel
 from .nn import LM, Encoder, Module, Seq2Seq
-from .seq2seq import Seq2SeqModel
 from .settings import POSITIVE, RULES, Other
 from .training.initialise import initialise
 
@@ -102,7 +99,7 @@ def build(
     dtype: str = "float32",
     parts: Iterable[str] = (),
     **sizes: Any,
-) -> LanguageModel | EncoderModel | Seq2SeqModel:
+) -> Loaded:
     """A random model of a family (`llama`, `bert`, ...), as `load` would give it for a checkpoint, without a tokenizer.
 
     sizes: `dim`, `layers`, `heads`, `kv_heads`, `hidden`, `vocab` and the others of `SIZES`, or any key of the family's
@@ -136,7 +133,7 @@ layers, hidden, vocab, theta, context or act, or a key of its configs
     precise = {id(m[leaf]) for m in model.modules() if isinstance(m, Module) for leaf in m.precise if leaf in m}
     if dtype != "float32":
         model.apply(lambda value: value if id(value) in precise else as_float(value, FLOATS[dtype]))
-    return wrapped(model, config, None, {}, FLOATS[dtype], f"random {kind.name}", [])
+    return wrapped(model, config, FLOATS[dtype], f"random {kind.name}", [])
 
 
 def _std(kind: Family, sizes: Mapping[str, Any]) -> float:

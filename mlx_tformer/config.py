@@ -65,9 +65,17 @@ class Config:
         other._read, other.used, other._absent = self._read, self.used, absent
         return other
 
-    def stores(self, *names: str) -> bool:
-        """True if the checkpoint has a tensor of one of these names."""
-        return self._stored is not None and any(name in self._stored.tensors for name in names)
+    def stores(self, *names: str, tasks: tuple[str, ...] = ()) -> bool:
+        """True if the checkpoint has a tensor of one of these names; where only a config is there, if it was made for
+        one of `tasks`."""
+        if self._stored is None or not self._stored.tensors:
+            return self.made_for(*tasks)
+        return any(name in self._stored.tensors for name in names)
+
+    def made_for(self, *tasks: str) -> bool:
+        """True if a class saved the checkpoint whose name ends so, as "BertForTokenClassification" does."""
+        named = self.values.get("architectures")
+        return isinstance(named, list) and any(isinstance(name, str) and name.endswith(tasks) for name in named)
 
     def repeats(self, module: str, of: str) -> bool:
         """True if the checkpoint stores the weights of a module and they are those of another one; reads them."""
@@ -139,6 +147,22 @@ class Config:
             raise self.wrong(heads, f"a divisor of {dim} ({self[dim]})")
         features: int = self[dim] // self[heads]
         return features
+
+    @property
+    def labels(self) -> list[str]:
+        """What a classifier tells apart, in the order of its logits: `id2label`, or `num_labels` (2) without names.
+
+        Raises BadInput for names that are no texts, or whose numbers do not count from 0.
+        """
+        named = self.values.get("id2label")
+        self.ignore("num_labels", "_num_labels")
+        if named is None:
+            return [f"LABEL_{i}" for i in range(self.get("num_labels", 2))]
+        numbers = [str(i) for i in range(len(named))] if isinstance(named, dict) else []
+        if not numbers or set(map(str, named)) != set(numbers) or not all(isinstance(n, str) for n in named.values()):
+            raise self.wrong("id2label", "an object with a name for each number from 0 on")
+        by_number = {str(number): name for number, name in named.items()}
+        return [by_number[number] for number in numbers]
 
     def chosen(self, experts: int) -> int:
         """How many of so many experts a token goes through."""

@@ -135,6 +135,23 @@ class Unflattened(Change):
 
 
 @dataclass(frozen=True)
+class Flattened(Change):
+    """Axes of the sizes `shape`, from `axis` on, that are one axis of ours: a convolution over patches is a matrix."""
+
+    axis: int
+    shape: tuple[int, ...]
+
+    def do(self, x: mx.array) -> mx.array:
+        end = self.axis + len(self.shape)
+        if x.shape[self.axis : end] != self.shape:
+            raise ValueError(f"found axes {x.shape[self.axis : end]}, expected {self.shape}")
+        return x.flatten(self.axis, end - 1)
+
+    def undo(self, x: mx.array) -> mx.array:
+        return mx.unflatten(x, self.axis, self.shape)
+
+
+@dataclass(frozen=True)
 class Moved:
     """The values of the tensor at `to` in the order of the checkpoint, which `changes`, one after the other, make
     ours."""

@@ -13,7 +13,7 @@ from .generation.beam import Search
 from .generation.conditioned import generate
 from .generation.generate import Generation, Prompt
 from .generation.rules import Rules, rules_of
-from .generation.sampling import recommended
+from .generation.settings import recommended
 from .lm import NO_LIMIT, as_batch, check_ids
 from .nn import Cache, Seq2Seq
 from .tokens import Tokenizer, Tokens
@@ -92,7 +92,7 @@ class Seq2SeqModel:
         return rules_of(self._setting, self.model.target_vocab, f"{self.origin}/{file}")
 
     @property
-    def recommended_sampling(self) -> dict[str, float | int]:
+    def recommended_sampling(self) -> dict[str, Any]:
         """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
         return recommended(self.generation_config, self.origin)
 

@@ -57,6 +57,15 @@ SWITCHES = Rule("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in 
 LAYER_LIST = Rule("a list of layer numbers", lambda v: isinstance(v, list) and all(COUNT.holds(x) for x in v))
 TAPS = Rule("a whole number from 1 to 64", lambda v: _is_size(v) and v <= 64)
 RANK = Rule(f"auto or {WIDTH.expected}", lambda v: v == "auto" or WIDTH.holds(v))
+EXTENT = 2**14
+
+
+def _is_extent(value: Any) -> bool:
+    pair = value if isinstance(value, list) else [value, value]
+    return len(pair) == 2 and all(_is_size(side) and side <= EXTENT for side in pair)
+
+
+EXTENTS = Rule(f"a whole number from 1 to {EXTENT}, or two: height and width", _is_extent)
 OBJECT = Rule("an object", lambda v: isinstance(v, dict))
 NUMBER = Rule("a number", _is_number)
 TEXT = Rule("a text", lambda v: isinstance(v, str))
@@ -90,6 +99,7 @@ RULES: dict[str, Rule] = {
     "bias": FLAG,
     "classifier_activation": ACTIVATION,
     "classifier_bias": FLAG,
+    "classifier_pooling": Rule("cls or mean", lambda v: v in ("cls", "mean")),
     "clip_qkv": POSITIVE,
     "conv_kernel": TAPS,
     "d_ff": WIDTH,
@@ -128,6 +138,7 @@ RULES: dict[str, Rule] = {
     "hidden_activation": ACTIVATION,
     "hidden_dim": WIDTH,
     "hidden_size": WIDTH,
+    "image_size": EXTENTS,
     "interleave_moe_layer_step": SIZE,
     "intermediate_size": WIDTH,
     "intermediate_size_mlp": WIDTH,
@@ -190,6 +201,7 @@ RULES: dict[str, Rule] = {
     "norm_topk_prob": FLAG,
     "num_attention_heads": WIDTH,
     "num_decoder_layers": LAYERS,
+    "num_channels": WIDTH,
     "num_experts": WIDTH,
     "num_experts_per_tok": SIZE,
     "num_heads": WIDTH,
@@ -197,6 +209,7 @@ RULES: dict[str, Rule] = {
     "num_key_value_heads": WIDTH,
     "num_kv_heads": WIDTH,
     "num_layers": LAYERS,
+    "num_labels": WIDTH,
     "num_ln_in_parallel_attn": SIZE,
     "num_local_experts": WIDTH,
     "num_nextn_predict_layers": COUNT,
@@ -204,6 +217,7 @@ RULES: dict[str, Rule] = {
     "num_sparse_encoder_layers": COUNT,
     "original_max_position_embeddings": SIZE,
     "pad_token_id": COUNT,
+    "patch_size": EXTENTS,
     "parallel_attn": FLAG,
     "projectors_bias": FLAG,
     "q_lora_rank": WIDTH,
@@ -274,7 +288,8 @@ HARMLESS = frozenset(
         "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id",
         "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
         "reorder_and_upcast_attn", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
-        "return_dict_in_generate", "router_aux_loss_coef", "router_z_loss_coef", "sep_token_id",
+        "return_dict_in_generate", "router_aux_loss_coef", "router_z_loss_coef",
+        "sbert_ce_default_activation_function", "sentence_transformers", "sep_token_id",
         "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
         "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "tokenizer_name",
         "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",

@@ -6,7 +6,8 @@ from helpers import CASES, attentions, config_of, expected, gap, golden, ids_of,
 
 from mlx_tformer.errors import UsageError
 from mlx_tformer.generation.decode import Decoder
-from mlx_tformer.generation.sampling import Sampler, Sampling
+from mlx_tformer.generation.sampling import Sampler
+from mlx_tformer.generation.settings import Sampling
 from mlx_tformer.nn import KV, LM, Attention, Cache, GatedDelta, Mamba, WindowKV, latent, moe
 
 TIGHT = 5e-5
@@ -76,7 +77,7 @@ def test_attention_patterns_are_those_of_transformers(case: str) -> None:
 def test_greedy_text_is_that_of_transformers(case: str) -> None:
     prompt, wanted = (expected(case)[name][0].tolist() for name in ("prompt_ids", "greedy_ids"))
     decoder = Decoder(golden(case), prompt, Sampler(Sampling()), planned=len(prompt) + len(wanted))
-    assert [token for token, _ in decoder] == wanted
+    assert [token for token, *_ in decoder] == wanted
 
 
 @pytest.mark.parametrize("case", SHOWN)

@@ -21,7 +21,8 @@ from mlx_tformer.nn import LM, Attention, Groups, Position, Rope, ShiftedRMSNorm
 from mlx_tformer.settings import HARMLESS
 
 Config = dict[str, Any]
-DEFAULTS: dict[str, Config] = json.loads((GOLDEN / "defaults.json").read_text())
+CLASSES: dict[str, Config] = json.loads((GOLDEN / "defaults.json").read_text())
+DEFAULTS = {name: CLASSES[name] for name in {config_of(case)["model_type"]: case for case in CASES}}
 SCALED = ("yarn", "llama3", "longrope", "linear", "dynamic")
 
 

@@ -273,9 +273,10 @@ def test_a_head_of_its_own_counts_where_the_config_unties_it(tmp_path: Path) -> 
         mt.load(written(tmp_path, weights, case, tie_word_embeddings=True, scale_decoder_outputs=True))
 
 
-def test_tables_of_computed_positions_are_left_out(tmp_path: Path) -> None:
+def test_tables_of_computed_positions_may_be_stored(tmp_path: Path) -> None:
     weights, (ids, _, target) = tensors(GOLDEN / "marian" / "model.safetensors"), inputs("marian")
-    weights |= {f"model.{side}.embed_positions.weight": mx.zeros((64, 48)) for side in ("encoder", "decoder")}
+    table = Sinusoidal(48)(64, 0)
+    weights |= {f"model.{side}.embed_positions.weight": table for side in ("encoder", "decoder")}
     found = mt.load(written(tmp_path, weights, "marian"), dtype="float32")
     assert gap(found(ids, decoder_input_ids=target), loaded("marian")(ids, decoder_input_ids=target)) == 0
 

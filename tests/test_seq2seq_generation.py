@@ -119,9 +119,9 @@ def test_a_search_with_enough_beams_finds_the_best_text_of_all(penalty: float) -
     search = Search(81, penalty, "never")
     decoder = BeamDecoder(Table(limit), Rules(0), search, frozenset([2]), limit)
     found = list(decoder)
-    assert tuple(token for token, _ in found) == best
+    assert tuple(token for token, *_ in found) == best
     assert decoder.score == pytest.approx(score(best), abs=1e-6)
-    assert sum(logprob for _, logprob in found) / len(best) ** penalty == pytest.approx(score(best), abs=1e-5)
+    assert sum(logprob for _, logprob, _ in found) / len(best) ** penalty == pytest.approx(score(best), abs=1e-5)
 
 
 def test_the_source_is_read_once() -> None:

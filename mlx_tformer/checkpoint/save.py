@@ -7,21 +7,23 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..encoder import EncoderModel
 from ..errors import UsageError
 from ..lm import LanguageModel
 from ..nn.moe import QuantizedExpertLinear
+from ..pixels import FILE as PREPROCESSOR
 from ..seq2seq import Seq2SeqModel
+from ..vision import VisionModel
 from .atomic import new_folder
 from .convert import SHARD
 from .folder import LAYOUT
+from .load import Loaded
 from .output import write_json, write_weights
 from .plan import dtype_name
 from .safetensors_file import CODES
 from .source import Quantization, Tensor
 
 
-def save(lm: LanguageModel | EncoderModel | Seq2SeqModel, dest: str | Path) -> Path:
+def save(lm: Loaded, dest: str | Path) -> Path:
     """Write a model to the folder `dest` in our layout, with its config and its tokenizer; returns the folder.
 
     `dest` does not exist or is empty; it exists whole or not at all. Weights are written in the dtype that they have,
@@ -44,14 +46,23 @@ def save(lm: LanguageModel | EncoderModel | Seq2SeqModel, dest: str | Path) -> P
     with new_folder(target, None, sum(tensor.nbytes for tensor in tensors.values())) as folder:
         write_weights(folder, tensors, values.items(), largest=SHARD)
         write_json(folder / "config.json", _config(lm))
-        for name, content in ({} if lm.tokenizer is None else lm.tokenizer.files).items():
-            (folder / name).write_bytes(content)
-        if not isinstance(lm, EncoderModel) and lm.generation_config:
-            write_json(folder / "generation_config.json", lm.generation_config)
+        _write_companions(lm, folder)
     return target
 
 
-def _config(lm: LanguageModel | EncoderModel | Seq2SeqModel) -> dict[str, Any]:
+def _write_companions(lm: Loaded, folder: Path) -> None:
+    """What stands beside the weights: how text or pictures become numbers, and how to write."""
+    if isinstance(lm, VisionModel):
+        if lm.preprocessing is not None:
+            write_json(folder / PREPROCESSOR, lm.preprocessing)
+        return
+    for name, content in ({} if lm.tokenizer is None else lm.tokenizer.files).items():
+        (folder / name).write_bytes(content)
+    if isinstance(lm, LanguageModel | Seq2SeqModel) and lm.generation_config:
+        write_json(folder / "generation_config.json", lm.generation_config)
+
+
+def _config(lm: Loaded) -> dict[str, Any]:
     """The config, and under `mlx_tformer` what is ours."""
     named: Any = lm.model.named_modules()
     packed = {path: way for path, module in sorted(named) if (way := _packing(module)) is not None}

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..nn import Cache
 from .decode import NotANumber, Writer
 from .rules import Rules
+from .scores import Top
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class BeamDecoder:
     def __post_init__(self) -> None:
         self.cache = self.model.new_cache()
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        best = self._found()[0]
-        self.score = best[0]
-        yield from zip(best[1].tokens, best[1].logprobs, strict=True)
+    def __iter__(self) -> Iterator[tuple[int, float, Top]]:
+        self.score, best = self._found()[0]
+        for token, logprob in zip(best.tokens, best.logprobs, strict=True):
+            yield token, logprob, ()
 
     def _found(self) -> list[tuple[float, Beam]]:
         """The complete texts with their scores, the best first."""

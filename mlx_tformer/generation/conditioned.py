@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -10,10 +10,10 @@ from ..errors import UsageError
 from ..nn import Cache, Position, Seq2Seq
 from .beam import BeamDecoder, Search
 from .decode import Decoder
-from .generate import Generation, Prompt, Stats, Step, as_ids, check_max_tokens, steps
+from .generate import Generation, Prompt, Stats, Step, Transcript, check_max_tokens, checked_ids, encoder, steps
 from .rules import Rules
-from .sampling import Sampler, Sampling
-from .stopping import StopStrings
+from .sampling import Chosen, Sampler
+from .settings import sampling_of
 
 if TYPE_CHECKING:
     from ..seq2seq import Seq2SeqModel
@@ -63,8 +63,8 @@ class Ruled:
     limit: int
     at: int = 0
 
-    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """logits (1, V) of the next token -> its id and its log-probability among those that may come."""
+    def __call__(self, logits: mx.array) -> Chosen:
+        """logits (1, V) of the next token -> its id, and log-probabilities among those that may come."""
         logits = self.rules.apply(logits.astype(mx.float32), self.at, self.limit)
         self.at += 1
         return self.sampler(logits)
@@ -76,35 +76,32 @@ def generate(
     *,
     attention_mask: mx.array | None = None,
     max_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
     beams: int = 1,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     first: int | str | None = None,
+    logprobs: int = 0,
+    **sampling: Any,
 ) -> Generation:
     """What the model writes for a source: text, ids, or an array of shape (L,) or (1, L), with an `attention_mask` of
     that shape if there is padding in it.
 
-    max_tokens, the sampling settings, stop and stop_at_end are those of a decoder's `generate`. beams, length_penalty,
-    early_stopping: see `Search`; with more than one beam the most likely text is searched for, and all steps come at
-    the end. first: the token that the text begins with, an id or a special token such as the code of a language (None:
-    what the configs say). The configs also say what the decoder begins with, which token is the last where `max_tokens`
-    cuts a text off (not without `stop_at_end`), and which never come.
+    max_tokens, the sampling settings, stop, stop_at_end and logprobs are those of a decoder's `generate`. beams,
+    length_penalty, early_stopping: see `Search`; with more than one beam the most likely text is searched for, and
+    all steps come at the end. first: the token that the text begins with, an id or a special token such as the code
+    of a language (None: what the configs say). The configs also say what the decoder begins with, which token is
+    the last where `max_tokens` cuts a text off (not without `stop_at_end`), and which never come.
 
     Raises UsageError for settings that cannot be meant, an empty source, ids that the model does not have, and a source
     that is longer than its positions; BadInput for configs that cannot be followed.
     """
     check_max_tokens(max_tokens)
-    ids, search = as_ids(lm, prompt), Search(beams, length_penalty, early_stopping)
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    if beams > 1 and temperature > 0:
-        raise UsageError(f"beams: found {beams} and a temperature of {temperature}, expected one or the other")
+    ids, search = checked_ids(lm, prompt), Search(beams, length_penalty, early_stopping)
+    chance = [name for name, value in {**sampling, "logprobs": logprobs}.items() if value]
+    if beams > 1 and chance:
+        raise UsageError(f"{chance[0]}: found with {beams} beams, expected one or the other")
     if len(ids) > lm.context:
         raise UsageError(f"prompt: it has {len(ids)} tokens, and the model has positions for {lm.context}")
     limit = min(max_tokens, lm.context)
@@ -115,11 +112,14 @@ def generate(
     model = Conditioned(lm.model, mx.array([ids]), _mask(attention_mask, len(ids)))
     stats = Stats(prompt_tokens=len(ids))
     stream = None if lm.tokenizer is None else lm.tokenizer.stream(skip_special=True)
+    transcript = Transcript(stream, limit, end_ids, stop)
     if beams == 1:
-        decoder = Decoder(model, [rules.start], Ruled(Sampler(sampling), rules, limit), planned=1 + limit)
-        return Generation(steps(stream, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats)
+        chosen = sampling_of(sampling).in_ids(encoder(lm.tokenizer), lm.model.target_vocab)
+        sampler = Sampler(chosen, [[rules.start]], end_ids=sorted(lm.end_ids), top=logprobs)
+        decoder = Decoder(model, [rules.start], Ruled(sampler, rules, limit), planned=1 + limit)
+        return Generation(steps(decoder, transcript, stats), ids, stats)
     searching = BeamDecoder(model, rules, search, end_ids, limit)
-    return Found(steps(stream, searching, limit, StopStrings(stop), end_ids, stats), ids, stats, searching)
+    return Found(steps(searching, transcript, stats), ids, stats, searching)
 
 
 class Found(Generation):

@@ -2,7 +2,7 @@
 
 Read in this order: `tap`, `spectator`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`,
 `cross`, `latent`, `ssm`, `delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`,
-`seq2seq`.
+`vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -14,7 +14,7 @@ from .context import Context
 from .cross import CrossAttention
 from .delta import GatedDelta
 from .draft import NextToken
-from .encoder import Encoder, TokenHead
+from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
 from .latent import LatentAttention
 from .linear import matrix
 from .linear_attention import LinearAttention
@@ -43,14 +43,16 @@ from .seq2seq import LogitBias, Seq2Seq
 from .spectator import Call, Places, spectate, spectators
 from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
+from .vision import Patches, VisionEncoder
 
-Model = LM | Encoder | Seq2Seq
+Model = LM | Encoder | VisionEncoder | Seq2Seq
 """What a family makes."""
 
 __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "POOLS",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -61,6 +63,7 @@ __all__ = [
     "Call",
     "Causal",
     "Chunk",
+    "Classifier",
     "Context",
     "CrossAttention",
     "DynamicNTK",
@@ -98,6 +101,7 @@ __all__ = [
     "NextToken",
     "NormedGate",
     "Parallel",
+    "Patches",
     "Places",
     "PlainExperts",
     "Position",
@@ -121,11 +125,13 @@ __all__ = [
     "TokenHead",
     "UnitRMSNorm",
     "Unscaled",
+    "VisionEncoder",
     "Window",
     "WindowKV",
     "Yarn",
     "attend",
     "matrix",
+    "pooled",
     "spectate",
     "spectators",
     "stateful",

@@ -32,6 +32,15 @@ class State(ABC):
         """Keep these rows of the batch, (N,), in this order; a row may be there several times, as beams begin."""
         raise UsageError(f"the rows of a batch cannot be told apart in {type(self).__name__}")
 
+    def join(self, others: Sequence["State"]) -> None:
+        """Take in the rows of other states of this kind, below one's own; all texts end at the same place, that of the
+        longest, so shorter ones get padding in front."""
+        raise UsageError(f"texts cannot join a batch in {type(self).__name__}")
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` tokens, which are padding in every row, as if they had never been."""
+        raise UsageError(f"padding cannot be dropped from {type(self).__name__}")
+
 
 class KV(State):
     """Keys (B, K, S, D) and values (B, K, S, Dv) of all tokens, in buffers that grow by `STEP` tokens.
@@ -69,6 +78,28 @@ class KV(State):
     def take(self, rows: mx.array) -> None:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def join(self, others: Sequence[State]) -> None:
+        states = [self, *(other for other in others if isinstance(other, KV))]
+        kept = max(state.length - state.first for state in states)
+        self.keys = mx.concatenate([state._padded(state.keys, kept) for state in states])
+        self.values = mx.concatenate([state._padded(state.values, kept) for state in states])
+        self.length = max(state.length for state in states)
+        self.first = self.length - kept
+
+    def _padded(self, buffer: mx.array | None, kept: int) -> mx.array:
+        """The tokens in a buffer behind as many zeros as make them `kept`, and room to grow."""
+        assert buffer is not None
+        count = self.length - self.first
+        room = _rounded(kept, self.STEP) - kept
+        return mx.pad(buffer[..., :count, :], [(0, 0), (0, 0), (kept - count, room), (0, 0)])
+
+    def drop(self, count: int) -> None:
+        gone = max(count - self.first, 0)
+        if gone and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[..., gone:, :], self.values[..., gone:, :]
+        self.first = max(self.first - count, 0)
+        self.length -= count
 
     def _make_room(self, keys: mx.array, values: mx.array) -> tuple[int, int]:
         """Where in the buffers the new tokens go; grows the buffers where they are full."""
@@ -223,6 +254,30 @@ class Cache:
         self.left = None if self.left is None else self.left[chosen]
         self.real = None if self.real is None else self.real[chosen]
 
+    def join(self, others: Sequence["Cache"]) -> None:
+        """Take in the texts of other caches of the same model, as rows below one's own that end at the same place.
+
+        Their padding counts too, so that a row remembers and sees what it did alone. Raises UsageError for a state
+        that cannot take in rows.
+        """
+        caches, length = [self, *others], max(self.length, *(other.length for other in others))
+        padding = [length - cache.length + _padding(cache) for cache in caches]
+        for path, state in self.states.items():
+            state.join([other[path] for other in others])
+        self.context = max(cache.context for cache in caches)
+        left = mx.concatenate(padding)
+        self.left = left if mx.any(left).item() else None
+
+    def compact(self) -> None:
+        """Drop the padding that all rows have in common, which nobody looks at."""
+        common = 0 if self.left is None else self.left.min().item()
+        if self.left is None or not isinstance(common, int) or not common:
+            return
+        for state in self.states.values():
+            state.drop(common)
+        self.left = self.left - common
+        self.left = self.left if mx.any(self.left).item() else None
+
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens in every layer, or raise UsageError and forget nothing."""
         done = []
@@ -234,3 +289,8 @@ class Cache:
             for state in done:
                 state.length += count
             raise
+
+
+def _padding(cache: Cache) -> mx.array:
+    """Tokens of padding in front of each row, (B,)."""
+    return mx.zeros((cache.arrays[0].shape[0],), mx.int32) if cache.left is None else cache.left

@@ -32,6 +32,7 @@ class LSHAttention(Module):
     """
 
     sites = ("q", "v", "z")
+    packs = False  # tokens of one text and of another share buckets
 
     def __init__(
         self,

@@ -44,6 +44,15 @@ class Recurrent(State):
         self.inputs = None if self.inputs is None else self.inputs[rows]
         self.hidden = None if self.hidden is None else self.hidden[rows]
 
+    def join(self, others: Sequence[State]) -> None:
+        states = [self, *(other for other in others if isinstance(other, Recurrent))]
+        self.length = max(state.length for state in states)
+        self.inputs = mx.concatenate([state.inputs for state in states if state.inputs is not None])
+        self.hidden = mx.concatenate([state.hidden for state in states if state.hidden is not None])
+
+    def drop(self, count: int) -> None:
+        self.length -= count
+
 
 class CausalConv(Module):
     """A convolution of each feature by itself over the last `size` tokens, (B, L, C) -> (B, L, C).

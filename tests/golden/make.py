@@ -4,7 +4,7 @@
     python make.py --all OUT        all of them
 
 Needs torch and transformers, which nothing else here does; README.md describes the files. A new family is one entry in
-`recipes.py`.
+`recipes.py`, and an encoder with a head for labels one in `heads.py`.
 """
 
 import argparse
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import heads
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
 from seq2seq import SEQ2SEQ, make_beams, make_seq2seq, make_seq2seq_defaults
 
+FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
 MARGIN = 0.03  # the best greedy logit leads by so much at every step, or the next seed is tried
 
@@ -35,6 +37,8 @@ ASKED: dict[str, Settings] = {
 Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
 """
 
+OURS = {"transformer"}
+"""Families that transformers does not have."""
 
 CORRECTION = "e_score_correction_bias"
 """A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""
@@ -53,7 +57,7 @@ def make_case(name: str, out: Path) -> None:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a clear greedy text")
-    write_case(name, folder, expected, margin)
+    write_case(name, folder, expected, kind="lm", model_type=RECIPES[name]["model_type"], margin=margin)
     print(f"{name}: greedy margin {margin:.3f}, seed {seed}")
 
 
@@ -134,15 +138,23 @@ def greedy_ids(model: Any, ids: Any) -> tuple[Any, float]:
     return ids[:, PROMPT:], margin
 
 
-def write_case(name: str, folder: Path, expected: dict[str, np.ndarray], margin: float) -> None:
+def write_case(
+    name: str,
+    folder: Path,
+    expected: dict[str, np.ndarray],
+    *,
+    kind: str,
+    model_type: str,
+    margin: float | None = None,
+) -> None:
     """Put the answers and the description beside the checkpoint."""
     import transformers
     from safetensors.numpy import save_file
 
     case = {
         "name": name,
-        "kind": "lm",
-        "model_type": RECIPES[name]["model_type"],
+        "kind": kind,
+        "model_type": model_type,
         "transformers": transformers.__version__,
         "greedy_margin": margin,
         "logits_std": float(expected["logits"].std()),
@@ -192,10 +204,9 @@ def make_defaults(out: Path) -> None:
     from transformers import AutoConfig
 
     found = {}
-    folders = [file.parent for file in Path(__file__).parent.glob("*/case.json")]
-    decoders = [folder for folder in folders if json.loads((folder / "case.json").read_text())["kind"] == "lm"]
-    for name in sorted({json.loads((folder / "config.json").read_text())["model_type"] for folder in decoders}):
-        found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
+    for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
+        kind = {"xlm_roberta": "xlm-roberta"}.get(name, name)
+        found[name] = AutoConfig.for_model(kind, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
     print(f"defaults.json: {', '.join(found)}")
@@ -224,6 +235,8 @@ TABLES: dict[str, Callable[[Path], None]] = {
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
+    "pixels.json": heads.make_pixels,
+    "published_encoders.json": heads.make_published,
 }
 
 
@@ -237,7 +250,7 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make golden cases from transformers.")
-    parser.add_argument("name", nargs="?", choices=[*RECIPES, *SEQ2SEQ, *TABLES])
+    parser.add_argument("name", nargs="?", choices=[*RECIPES, *heads.RECIPES, *SEQ2SEQ, *TABLES])
     parser.add_argument("out", type=Path)
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
@@ -245,13 +258,13 @@ def main() -> None:
         parser.error("give either a NAME or --all")
     quiet()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in [*RECIPES, *SEQ2SEQ, *TABLES] if args.all else [args.name]:
+    for name in [*RECIPES, *heads.RECIPES, *SEQ2SEQ, *TABLES] if args.all else [args.name]:
         if name in TABLES:
             TABLES[name](args.out)
         elif name in SEQ2SEQ:
             make_seq2seq(name, args.out)
         else:
-            make_case(name, args.out)
+            (heads.make_case if name in heads.RECIPES else make_case)(name, args.out)
 
 
 if __name__ == "__main__":

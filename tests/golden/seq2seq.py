@@ -120,6 +120,8 @@ def perturb(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
+            if not p.requires_grad:
+                continue  # a table of computed positions
             if p.ndim == 1:
                 p += 0.3 * noise
             elif "embed_positions" in name or "relative_attention_bias" in name:
