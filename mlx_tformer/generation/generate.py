@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -97,6 +98,7 @@ def generate(
     stop_at_end: bool = True,
     logprobs: int = 0,
     prompt_logprobs: bool = False,
+    watch: AbstractContextManager[object] | None = None,
     **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
@@ -104,7 +106,9 @@ def generate(
     sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
     stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
     how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
-    model thought of the prompt.
+    model thought of the prompt. watch: what to look with while the model runs, and only then, such as
+    `inspect.stats()`; it is entered for each step. The model is one token ahead, so that what it did with a token is
+    seen by the time the token comes, unless it is the last.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context.
@@ -123,7 +127,7 @@ def generate(
     sampler = sampler_for(lm, ids, sampling, logprobs)
     decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
     stats = Stats(prompt_tokens=len(ids))
-    return Generation(steps(decoder, transcript, stats), ids, stats, scores)
+    return Generation(steps(decoder, transcript, stats, watch), ids, stats, scores)
 
 
 def transcript_of(
@@ -227,11 +231,13 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
-def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Iterator[Step]:
+def steps(
+    decoder: Chosen, transcript: Transcript, stats: Stats, watch: AbstractContextManager[object] | None = None
+) -> Iterator[Step]:
     """The tokens of a decoder as steps with their text, up to where it ends."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
-    for token, logprob, top in decoder:
+    for token, logprob, top in _inside(nullcontext() if watch is None else watch, decoder):
         stats.tokens += 1
         stats.seconds = time.perf_counter() - begun
         if stats.tokens == 1:
@@ -241,3 +247,14 @@ def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Iterator[Ste
         yield step
         if step.finish is not None:
             return
+
+
+def _inside(watch: AbstractContextManager[object], decoder: Chosen) -> Iterator[tuple[int, float, Top]]:
+    """The decoder's tokens, with `watch` entered while they are made and left while the caller has them."""
+    tokens = iter(decoder)
+    while True:
+        with watch:
+            made = next(tokens, None)
+        if made is None:
+            return
+        yield made

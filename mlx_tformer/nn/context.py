@@ -7,6 +7,7 @@ import mlx.core as mx
 from .cache import Cache, State
 from .mask import Mask, visible
 from .position import Position
+from .spectator import Places
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Context:
     """Where the memory is text and not padding, (B, S) booleans; None: everywhere."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
     _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
+    _places: dict[int, Places] = field(default_factory=dict)
 
     @classmethod
     def alone(cls, x: mx.array, memory: mx.array | None = None) -> "Context":
@@ -72,6 +74,12 @@ class Context:
         if at not in self._biases:
             self._biases[at] = position.bias(*self._ranges(keys), self.left)
         return self._biases[at]
+
+    def places(self, keys: int) -> Places:
+        """Where the new tokens and the last `keys` ones stand, for those who watch; layers share the answer."""
+        if keys not in self._places:
+            self._places[keys] = Places(*self._ranges(keys), self.left, self.left)
+        return self._places[keys]
 
     def _ranges(self, keys: int) -> tuple[range, range]:
         """Positions of the new tokens and of the last `keys` ones."""

@@ -86,6 +86,7 @@ class StateSpace(Stateful):
     read and not what the next ones go on with. It costs the memory that is saved otherwise.
     """
 
+    sites: tuple[str, ...] = ("x", "dt", "hidden", "z")
     precise = ("a_log", "skip")
     conv: CausalConv
     features: int
