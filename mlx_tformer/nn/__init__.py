@@ -13,12 +13,14 @@ from .context import Context
 from .cross import CrossAttention
 from .draft import NextToken
 from .encoder import Encoder, TokenHead
+from .keeping import WHOLE, Keeping
 from .latent import LatentAttention
-from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
+from .mask import Around, Causal, Chunk, Everything, Mask, Recent, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
 from .moe import ExpertLinear, Experts, Groups, Mixture, PlainExperts, Router
 from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
+from .packed import KeptKV, PackedKV
 from .position import (
     Alibi,
     DynamicNTK,
@@ -45,6 +47,7 @@ __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "WHOLE",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -68,6 +71,8 @@ __all__ = [
     "GatedNorm",
     "Groups",
     "Identity",
+    "Keeping",
+    "KeptKV",
     "LatentAttention",
     "LayerNorm",
     "Learned",
@@ -85,10 +90,12 @@ __all__ = [
     "Model",
     "Module",
     "NextToken",
+    "PackedKV",
     "Parallel",
     "PlainExperts",
     "Position",
     "RMSNorm",
+    "Recent",
     "Recurrent",
     "RelativeBias",
     "Residual",

@@ -3,9 +3,12 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UsageError
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .keeping import Keeping
 from .mask import Causal, Mask, window_of
+from .packed import KeptKV, PackedKV, packed_bytes
 from .position import Position
 from .tap import Module, tap, wanted
 
@@ -73,6 +76,24 @@ class Attention(Stateful):
         kept = tokens if window is None else min(tokens, window)
         return 2 * self.kv_heads * self.head_dim * kept * dtype.size
 
+    def kept_state(self, how: Keeping) -> State:
+        window = window_of(self.mask)
+        if how.size is not None and how.bounds(window):
+            if how.keep and self.position.bias(range(1), range(1), None) is not None:
+                raise UsageError(
+                    "kv_keep: positions that add to the scores (ALiBi, T5) cannot skip tokens; leave it out"
+                )
+            return KeptKV(how.size, how.keep) if how.keep else WindowKV(how.size)
+        return PackedKV(how.bits, how.start) if how.bits is not None and window is None else self.new_state()
+
+    def kept_bytes(self, tokens: int, dtype: mx.Dtype, how: Keeping) -> int:
+        window = window_of(self.mask)
+        if how.size is not None and how.bounds(window):
+            return self.state_bytes(min(tokens, how.size), dtype)
+        if how.bits is not None and window is None and tokens > how.start:
+            return 2 * tokens * packed_bytes(self.kv_heads, self.head_dim, how.bits, dtype)
+        return self.state_bytes(tokens, dtype)
+
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
         q, k, v = self._heads(self.qkv(x))
@@ -84,9 +105,11 @@ class Attention(Stateful):
         state = ctx.state(self.path)
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
+            q = state.turn(q)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
         z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks)
+        z = state.turn_back(z) if isinstance(state, KV) else z
         return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
