@@ -1,5 +1,5 @@
 """Text from a model: sampling, the token loop, stopping. Read in this order: `settings`, `filters`, `penalties`,
-`sampling`, `scores`, `stopping`, `decode`, `generate`, `batch`, `scoring`."""
+`sampling`, `scores`, `stopping`, `decode`, `drafts`, `speculate`, `generate`, `batch`, `scoring`."""
 
 from .batch import Result, batch
 from .generate import Generation, Step, generate

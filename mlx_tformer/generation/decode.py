@@ -50,16 +50,16 @@ class Decoder:
         current = self.begin()
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
-                yield self._take(current)
+                yield self.take(current)
                 self.cache = self.model.new_cache(self.planned)
                 current = self.begin()
                 continue
             following = self._sample(self.model(current.token[:, None], self.cache)[:, -1])
-            yield self._take(current)
+            yield self.take(current)
             current = following
             if len(self.ids) % CHUNK == 0:
                 mx.clear_cache()
-        yield self._take(current)
+        yield self.take(current)
 
     @property
     def steady(self) -> bool:
@@ -75,17 +75,17 @@ class Decoder:
         ids = mx.array([self.ids])
         last = (len(self.ids) - 1) // CHUNK * CHUNK
         for start in range(0, last, CHUNK):
-            self._score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
+            self.score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
             mx.eval(self.cache.arrays)
             mx.clear_cache()
         hidden = self.model.hidden(ids[:, last:], self.cache)
-        self._score(hidden)
+        self.score(hidden)
         logits = self.model.logits(hidden[:, -1])
         mx.eval(logits)
         mx.clear_cache()
         return logits
 
-    def _score(self, hidden: mx.array) -> None:
+    def score(self, hidden: mx.array) -> None:
         """Tell what the model thought of the tokens of the prompt, once."""
         if self.scores is not None and not self.scores.complete:
             self.scores.read(self.model, hidden)
@@ -95,7 +95,7 @@ class Decoder:
         mx.async_eval(*chosen)
         return chosen
 
-    def _take(self, chosen: Chosen) -> tuple[int, float, Top]:
+    def take(self, chosen: Chosen) -> tuple[int, float, Top]:
         """Wait for a token and append it to the text."""
         token, logprob = chosen.token.item(), chosen.logprob.item()
         assert isinstance(token, int) and isinstance(logprob, float)

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
 from .decode import Decoder
+from .drafts import draft_for
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
 from .settings import Encode, sampling_of
+from .speculate import MOST, Speculation, Speculator
 from .stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class Stats:
     seconds: float = 0.0
     cache_bytes: int = 0
     peak_bytes: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    """How well guesses did, if there were any."""
 
     @property
     def prompt_rate(self) -> float:
@@ -95,6 +99,8 @@ def generate(
     stop_at_end: bool = True,
     logprobs: int = 0,
     prompt_logprobs: bool = False,
+    draft: "str | LanguageModel | None" = None,
+    draft_tokens: int = MOST,
     **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
@@ -102,7 +108,9 @@ def generate(
     sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
     stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
     how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
-    model thought of the prompt.
+    model thought of the prompt. draft: guess tokens that the model then checks several at a time: "lookup" in the text
+    itself, "ahead" with the model's own module for that, or another model with the same tokens; up to `draft_tokens`
+    at a time. The text is as likely as without, and the same at temperature 0.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context.
@@ -121,6 +129,11 @@ def generate(
     sampler = sampler_for(lm, ids, sampling, logprobs)
     decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
     stats = Stats(prompt_tokens=len(ids))
+    if draft is not None:
+        guesses = draft_for(draft if isinstance(draft, str) else draft.model, decoder, draft_tokens)
+        if decoder.steady:
+            faster = Speculator(decoder, guesses, draft_tokens, stats.speculation)
+            return Generation(_steps(faster, transcript, stats), ids, stats, scores)
     return Generation(_steps(decoder, transcript, stats), ids, stats, scores)
 
 
@@ -195,7 +208,7 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
-def _steps(decoder: Decoder, transcript: Transcript, stats: Stats) -> Iterator[Step]:
+def _steps(decoder: Decoder | Speculator, transcript: Transcript, stats: Stats) -> Iterator[Step]:
     mx.reset_peak_memory()
     begun = time.perf_counter()
     for token, logprob, top in decoder:
