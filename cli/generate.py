@@ -1,19 +1,21 @@
 """`mlx-tformer generate`: text from a prompt, as it comes."""
 
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import NAMES, GroupedCommand, sampling_options, sampling_settings
+from .options import KEEPING, NAMES, GroupedCommand, cache_options, sampling_options, sampling_settings
 from .terminal import Writer, note, read_input, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mlx_tformer import LanguageModel
-    from mlx_tformer.generation import Generation, Step
+    from mlx_tformer.generation import Generation, PromptCache, Step
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
@@ -34,6 +36,8 @@ TEXTS = ("logit_bias", "bad_words")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--logprobs", type=int, metavar="N", help="With --json: the N likeliest tokens in place of each.")
 @click.option("--prompt-logprobs", is_flag=True, help="With --json: log-probabilities of the prompt's tokens.")
+@click.option("--prompt-cache", metavar="FILE", help="Keep in FILE what was read; what it has is not read again.")
+@cache_options
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
 @sampling_options
@@ -61,7 +65,8 @@ def command(**options: Any) -> None:
     --stats shows prompt tokens per second until the first new token, and generated tokens per second after it.
     """
     sampling = {name: options.pop(name) for name in (*NAMES, *TEXTS)}
-    generate(Request(**options, sampling=sampling))
+    keeping = {name: options.pop(name) for name in KEEPING}
+    generate(Request(**options, sampling=sampling, keeping=keeping))
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class Request:
     prompt_logprobs: bool
     stats: bool
     wired: bool
+    prompt_cache: str | None
     sampling: dict[str, Any]
+    keeping: dict[str, Any]
 
 
 def generate(asked: Request) -> None:
@@ -94,22 +101,42 @@ def generate(asked: Request) -> None:
     lm = loaded(asked)
     chat = lm.has_chat_template and not asked.raw
     ids = conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)
-    from mlx_tformer.memory import bounded_cache, check_fits, wired
+    from mlx_tformer.memory import bounded_cache, wired
 
-    check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
     settings = sampling_settings(asked.sampling, lm.recommended_sampling)
-    told = {"logprobs": asked.logprobs or 0, "prompt_logprobs": asked.prompt_logprobs}
-    with bounded_cache(FREED), wired(asked.wired):
+    told = {"logprobs": asked.logprobs or 0, "prompt_logprobs": asked.prompt_logprobs, **asked.keeping}
+    with bounded_cache(FREED), wired(asked.wired), remembered(lm, asked) as memory:
+        told["memory"] = memory
         generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **told, **settings)
         for line in lm.notes:
             note(line)
         try:
             print_json(lm, generation, settings) if asked.as_json else print_text(generation)
         finally:
+            generation.close()
             if asked.stats and generation.stats.tokens:
                 print_stats(generation)
     if generation.finish == "length":
         why_it_ended(lm, generation, chat)
+
+
+@contextmanager
+def remembered(lm: "LanguageModel", asked: Request) -> "Iterator[PromptCache | None]":
+    """What the file of `--prompt-cache` has; what was read in the block is written to it, also after Ctrl-C."""
+    if asked.prompt_cache is None:
+        yield None
+        return
+    from mlx_tformer.generation import PromptCache
+    from mlx_tformer.nn import Keeping
+
+    file = Path(asked.prompt_cache)
+    how = Keeping(*(asked.keeping[name] for name in KEEPING))
+    memory = PromptCache.load(file, lm, how) if file.exists() else PromptCache()
+    try:
+        yield memory
+    finally:
+        if memory.cache is not None:
+            memory.save(file, lm)
 
 
 def prompt_text(prompt: str | None) -> str:
@@ -196,7 +223,8 @@ def print_stats(generation: "Generation") -> None:
 
     stats = generation.stats
     first = f"first token after {stats.first_token_seconds:.2f} s"
-    note(f"prompt: {stats.prompt_tokens} tokens, {stats.prompt_rate:.1f} tokens/s, {first}")
+    known = f" ({stats.known_tokens} of them known)" if stats.known_tokens else ""
+    note(f"prompt: {stats.prompt_tokens} tokens{known}, {stats.prompt_rate:.1f} tokens/s, {first}")
     note(f"generation: {stats.tokens} tokens, {stats.rate:.1f} tokens/s")
     note(f"memory: peak {human(stats.peak_bytes)}, KV cache {human(stats.cache_bytes)}")
 

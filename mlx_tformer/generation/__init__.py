@@ -1,8 +1,9 @@
 """Text from a model: sampling, the token loop, stopping. Read in this order: `settings`, `filters`, `penalties`,
-`sampling`, `scores`, `stopping`, `decode`, `generate`, `batch`, `scoring`."""
+`sampling`, `scores`, `stopping`, `decode`, `generate`, `prompt_cache`, `batch`, `scoring`."""
 
 from .batch import Result, batch
 from .generate import Generation, Step, generate
+from .prompt_cache import PromptCache
 from .sampling import Sampler
 from .scores import TokenScore
 from .scoring import Comparison, Perplexity, Score, compare, perplexity, score
@@ -13,6 +14,7 @@ __all__ = [
     "Comparison",
     "Generation",
     "Perplexity",
+    "PromptCache",
     "Result",
     "Sampler",
     "Sampling",

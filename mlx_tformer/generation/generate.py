@@ -1,13 +1,15 @@
 """Generation as callers see it: a prompt and settings in, steps of text out."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..memory import check_fits
+from ..nn import Keeping
 from .decode import Decoder
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
@@ -16,6 +18,7 @@ from .stopping import StopStrings
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
+    from .prompt_cache import PromptCache
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -39,6 +42,8 @@ class Stats:
     """Counts and times of one generation; times in seconds, sizes in bytes."""
 
     prompt_tokens: int = 0
+    known_tokens: int = 0
+    """Tokens of the prompt that were remembered from before."""
     tokens: int = 0
     first_token_seconds: float = 0.0
     seconds: float = 0.0
@@ -47,8 +52,9 @@ class Stats:
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens per second, up to the first token."""
-        return self.prompt_tokens / self.first_token_seconds if self.first_token_seconds else 0.0
+        """Prompt tokens that were read per second, up to the first token."""
+        read = self.prompt_tokens - self.known_tokens
+        return read / self.first_token_seconds if self.first_token_seconds else 0.0
 
     @property
     def rate(self) -> float:
@@ -65,7 +71,7 @@ class Generation(Iterator[Step]):
     """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far, and
     after the first step `prompt_scores` what the model thought of the prompt, if that was asked for."""
 
-    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
+    def __init__(self, steps: Generator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
         self.prompt, self.stats = prompt, stats
         self._scores = scores
         self.tokens: list[int] = []
@@ -77,6 +83,10 @@ class Generation(Iterator[Step]):
     def prompt_scores(self) -> list[TokenScore]:
         """The prompt's tokens with their log-probabilities; the first has none."""
         return [] if self._scores is None else self._scores.found
+
+    def close(self) -> None:
+        """End here; what was read is there for the next generation with the same `memory`."""
+        self._steps.close()
 
     def __next__(self) -> Step:
         step = next(self._steps)
@@ -95,6 +105,11 @@ def generate(
     stop_at_end: bool = True,
     logprobs: int = 0,
     prompt_logprobs: bool = False,
+    kv_bits: int | None = None,
+    kv_start: int = 0,
+    kv_size: int | None = None,
+    kv_keep: int = 0,
+    memory: "PromptCache | None" = None,
     **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
@@ -102,10 +117,12 @@ def generate(
     sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
     stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
     how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
-    model thought of the prompt.
+    model thought of the prompt. kv_bits, kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what
+    earlier generations have read, of which the common beginning is not read again, and which learns this one.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
-    prompt that leaves no room in the model's context.
+    prompt that leaves no room in the model's context; MemoryRefusal, before anything is read, where the cache does not
+    fit this machine.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -117,11 +134,15 @@ def generate(
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
     transcript = Transcript(lm, room(lm, ids, max_tokens), stop, stop_at_end)
+    how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
+    check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
+    given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     sampler = sampler_for(lm, ids, sampling, logprobs)
-    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
-    stats = Stats(prompt_tokens=len(ids))
-    return Generation(_steps(decoder, transcript, stats), ids, stats, scores)
+    planned = len(ids) + transcript.limit
+    decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
+    stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
+    return Generation(_steps(decoder, transcript, stats, memory), ids, stats, scores)
 
 
 def room(lm: "LanguageModel", ids: Sequence[int], max_tokens: int) -> int:
@@ -195,7 +216,17 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
-def _steps(decoder: Decoder, transcript: Transcript, stats: Stats) -> Iterator[Step]:
+def _steps(
+    decoder: Decoder, transcript: Transcript, stats: Stats, memory: "PromptCache | None" = None
+) -> Generator[Step]:
+    try:
+        yield from _told(decoder, transcript, stats)
+    finally:
+        if memory is not None:
+            memory.learn(decoder.ids, decoder.cache if decoder.whole else None)
+
+
+def _told(decoder: Decoder, transcript: Transcript, stats: Stats) -> Iterator[Step]:
     mx.reset_peak_memory()
     begun = time.perf_counter()
     for token, logprob, top in decoder:

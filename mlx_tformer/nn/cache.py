@@ -4,9 +4,9 @@ The caller owns the cache and passes it in; a model keeps nothing itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,8 @@ class State(ABC):
 
     length: int = 0
     """Tokens seen, forgotten ones included."""
+    saved: ClassVar[tuple[str, ...]] = ("length",)
+    """Attributes that a file keeps: arrays, lists of them, and whole numbers."""
 
     @property
     @abstractmethod
@@ -36,6 +38,24 @@ class State(ABC):
         twin = copy(self)
         vars(twin).update({name: _handle(value) for name, value in vars(self).items()})
         return twin
+
+    def stored(self) -> dict[str, mx.array | int]:
+        """What a file keeps, by name; `restore` takes it back."""
+        found: dict[str, mx.array | int] = {}
+        for name in self.saved:
+            value = vars(self).get(name)
+            if isinstance(value, list):
+                found |= {f"{name}.{i}": x for i, x in enumerate(value)}
+            elif value is not None:
+                found[name] = value
+        return found
+
+    def restore(self, found: Mapping[str, mx.array | int]) -> None:
+        """Remember what a state of this kind had stored."""
+        for name in self.saved:
+            several = [x for key, x in found.items() if key.startswith(f"{name}.")]
+            if name in found or several:
+                vars(self)[name] = several or found[name]
 
     def take(self, rows: mx.array) -> None:
         """Keep these rows of the batch, (N,), in this order; a row may be there several times, as beams begin."""
@@ -65,6 +85,7 @@ class KV(State):
     """
 
     STEP = 256
+    saved: ClassVar[tuple[str, ...]] = ("length", "first", "keys", "values")
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -75,6 +96,16 @@ class KV(State):
     @property
     def arrays(self) -> list[mx.array]:
         return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def stored(self) -> dict[str, mx.array | int]:
+        used, found = self.length - self.first, super().stored()
+        growing = {name: x[..., :used, :] for name in self.growing if isinstance(x := found.get(name), mx.array)}
+        return {**found, **growing}
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """Names of buffers with room for more tokens behind those that count."""
+        return ("keys", "values")
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Remember the keys and values of L new tokens; returns those of every token that they may look at."""

@@ -23,6 +23,8 @@ CHUNK = 64
 class Recurrent(State):
     """The hidden state after the last token, and the inputs that the convolution still needs; neither grows."""
 
+    saved = ("length", "inputs", "hidden")
+
     def __init__(self) -> None:
         self.inputs: mx.array | None = None  # (B, taps - 1, features)
         self.hidden: mx.array | None = None  # (B, ..., N), float32
