@@ -1,7 +1,9 @@
 """Text from a model: sampling, the token loop, stopping. Read in this order: `settings`, `filters`, `penalties`,
-`sampling`, `scores`, `stopping`, `decode`, `generate`, `prompt_cache`, `batch`, `scoring`."""
+`sampling`, `scores`, `stopping`, `decode`, `generate`, `prompt_cache`, `batch`, `scoring`, `reasoning`,
+`conversation`."""
 
 from .batch import Result, batch
+from .conversation import Conversation
 from .generate import Generation, Step, generate
 from .prompt_cache import PromptCache
 from .sampling import Sampler
@@ -12,6 +14,7 @@ from .stopping import StopStrings
 
 __all__ = [
     "Comparison",
+    "Conversation",
     "Generation",
     "Perplexity",
     "PromptCache",
