@@ -39,6 +39,11 @@ TEXTS = ("logit_bias", "bad_words")
 @click.option("--prompt-cache", metavar="FILE", help="Keep in FILE what was read; what it has is not read again.")
 @cache_options
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
+@click.option("--batch", metavar="FILE", help="Continue the prompt of each line of FILE (JSON lines), see above.")
+@click.option(
+    "--batch-size", "size", type=int, default=16, show_default=True, metavar="N", help="So many texts at once."
+)
+@click.option("--output", metavar="FILE", help="With --batch: write to FILE, and go on where it ends.")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
 @sampling_options
 def command(**options: Any) -> None:
@@ -59,6 +64,13 @@ def command(**options: Any) -> None:
     Where that says nothing, the most likely token is taken each time (temperature 0), or, if a filter is given,
     temperature is 1.
 
+    --batch reads a JSON object on each line of FILE: a "prompt", or "messages" (a conversation), or "ids", and, if it
+    likes, an "id" that comes back and settings of its own, such as "max_tokens", "temperature" or "seed". Each result
+    is a line in the same order. With --output an interrupted batch goes on where it was when it is started again:
+
+    \b
+      mlx-tformer generate -m NAME --batch questions.jsonl --output answers.jsonl
+
     --wired keeps weights and caches in memory that macOS cannot page out. It helps where a model barely fits; it has
     also been part of kernel panics that take down the whole Mac, so it is off unless you ask for it.
 
@@ -66,7 +78,13 @@ def command(**options: Any) -> None:
     """
     sampling = {name: options.pop(name) for name in (*NAMES, *TEXTS)}
     keeping = {name: options.pop(name) for name in KEEPING}
-    generate(Request(**options, sampling=sampling, keeping=keeping))
+    asked = Request(**options, sampling=sampling, keeping=keeping)
+    if asked.batch is None:
+        generate(asked)
+        return
+    from .batch import generate_batch
+
+    generate_batch(asked)
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,9 @@ class Request:
     logprobs: int | None
     prompt_logprobs: bool
     stats: bool
+    batch: str | None
+    size: int
+    output: str | None
     wired: bool
     prompt_cache: str | None
     sampling: dict[str, Any]
@@ -93,6 +114,8 @@ class Request:
 
 def generate(asked: Request) -> None:
     """Do what was asked for."""
+    if asked.output is not None:
+        raise click.UsageError("--output is where --batch writes; the text of one prompt goes to standard output")
     text = prompt_text(asked.prompt)
     if asked.raw and asked.system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out")

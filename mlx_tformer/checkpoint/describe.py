@@ -5,7 +5,7 @@ from pathlib import Path
 from ..card import Card, card
 from ..errors import UsageError
 from ..families import family
-from ..nn import LM, Encoder, Model, Seq2Seq
+from ..nn import LM, Model
 from ..tokens import Tokenizer
 from .folder import Folder
 from .formats import understood
@@ -61,7 +61,6 @@ def _built(source: Source) -> LM:
 
 
 def _decoder(model: Model, source: Source) -> LM:
-    if isinstance(model, Encoder | Seq2Seq):
-        kind = "an encoder" if isinstance(model, Encoder) else "an encoder with a decoder"
-        raise UsageError(f"{source.origin} is {kind}, and there are cards of decoders alone")
+    if not isinstance(model, LM):
+        raise UsageError(f"{source.origin} is an encoder, and there are cards of decoders alone")
     return model

@@ -1,8 +1,9 @@
-"""Text from a model: sampling, the token loop, stopping. Read in this order: `settings`, `filters`, `penalties`,
-`sampling`, `scores`, `stopping`, `decode`, `generate`, `prompt_cache`, `batch`, `scoring`, `reasoning`,
-`conversation`."""
+"""Text from a model: sampling, the token loop, stopping, searching, batches, scoring and conversations. Read in this
+order: `settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `decode`, `generate`, `prompt_cache`,
+`rules`, `beam`, `conditioned`, `batch`, `scoring`, `reasoning`, `conversation`."""
 
 from .batch import Result, batch
+from .beam import Search
 from .conversation import Conversation
 from .generate import Generation, Step, generate
 from .prompt_cache import PromptCache
@@ -22,6 +23,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "Score",
+    "Search",
     "Step",
     "StopStrings",
     "TokenScore",

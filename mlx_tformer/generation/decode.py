@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..errors import MlxTformerError
-from ..nn import LM, WHOLE, Cache, Keeping
-from .sampling import Chosen, Sampler
+from ..nn import WHOLE, Cache, Keeping, Position
+from .sampling import Chosen
 from .scores import PromptScores, Top, top_of
 
 CHUNK = 512
@@ -21,6 +22,26 @@ class NotANumber(MlxTformerError):
     exit_code = 3
 
 
+class Writer(Protocol):
+    """A model that continues ids, with a cache: an `LM`, or a decoder that looks at a source."""
+
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache: ...
+
+    def hidden(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def logits(self, x: mx.array) -> mx.array: ...
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def scaled_positions(self) -> list[Position]: ...
+
+
+class Choice(Protocol):
+    """What chooses tokens from logits (B, V)."""
+
+    def __call__(self, logits: mx.array) -> Chosen: ...
+
+
 @dataclass
 class Decoder:
     """One text that grows: the ids so far and what the model remembers of them.
@@ -30,9 +51,9 @@ class Decoder:
     everything is read once more for the planned length, so that keys of different scales are never mixed.
     """
 
-    model: LM
+    model: Writer
     prompt: Sequence[int]
-    sampler: Sampler
+    sampler: Choice
     planned: int
     scores: PromptScores | None = None
     """Where to put what the model thought of the prompt's tokens, if somebody wants to know."""

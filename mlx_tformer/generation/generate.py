@@ -3,13 +3,14 @@
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
 from ..memory import check_fits
-from ..nn import Keeping
+from ..nn import Cache, Keeping
+from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
@@ -133,7 +134,7 @@ def generate(
     if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
-    transcript = Transcript(lm, room(lm, ids, max_tokens), stop, stop_at_end)
+    transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end)
     how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
@@ -142,25 +143,37 @@ def generate(
     planned = len(ids) + transcript.limit
     decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
     stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
-    return Generation(_steps(decoder, transcript, stats, memory), ids, stats, scores)
+    return Generation(_learning(decoder, transcript, stats, memory), ids, stats, scores)
 
 
-def room(lm: "LanguageModel", ids: Sequence[int], max_tokens: int) -> int:
-    """How many tokens may follow a prompt; raises UsageError for a number that is none."""
+def transcript_of(
+    lm: "LanguageModel",
+    ids: Sequence[int],
+    max_tokens: int = 100,
+    stop: Sequence[str] = (),
+    stop_at_end: bool = True,
+) -> "Transcript":
+    """The text that may follow a prompt of `ids`; raises UsageError for settings that cannot be meant."""
+    check_max_tokens(max_tokens)
+    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+    end_ids = lm.end_ids if stop_at_end else frozenset()
+    return Transcript(stream, min(max_tokens, lm.context - len(ids)), end_ids, stop)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raise UsageError for a number of tokens that cannot be meant."""
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
-    return min(max_tokens, lm.context - len(ids))
 
 
 def sampler_for(lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0) -> Sampler:
     """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
-    sampling = sampling_of(settings).in_ids(encoder(lm), lm.vocab)
+    sampling = sampling_of(settings).in_ids(encoder(lm.tokenizer), lm.vocab)
     return Sampler(sampling, [ids], end_ids=[i for i in lm.end_ids if 0 <= i < lm.vocab], top=top)
 
 
-def encoder(lm: "LanguageModel") -> Encode | None:
+def encoder(tokenizer: Tokenizer | None) -> Encode | None:
     """Ids of texts as they occur inside of others, if there is a tokenizer."""
-    tokenizer = lm.tokenizer
     return None if tokenizer is None else lambda text: tokenizer.encode(text, special=True, add_bos=False)
 
 
@@ -173,7 +186,16 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     return ids
 
 
-def checked_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
+class Reader(Protocol):
+    """A model that knows ids up to `vocab`, and those of a text."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    def tokens(self, text: str) -> Tokens: ...
+
+
+def checked_ids(lm: Reader, prompt: Prompt) -> list[int]:
     """The ids of a text in any form, of which there must be some, and only those that the model has."""
     if isinstance(prompt, str):
         ids = list(lm.tokens(prompt))
@@ -191,17 +213,26 @@ def checked_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     return ids
 
 
+class Chosen(Protocol):
+    """What gives ids, their log-probabilities and the likeliest ids in their place one by one, and has a cache."""
+
+    cache: Cache
+
+    def __iter__(self) -> Iterator[tuple[int, float, Top]]: ...
+
+
 class Transcript:
     """The text of one generation: takes its tokens, tells what of the text is safe to show, and when it ends.
 
-    limit: tokens that may come at most. stop: strings at which the text ends. stop_at_end: whether end tokens end it.
+    stream: makes text of tokens, if there is a tokenizer. limit: tokens that may come at most. end_ids: tokens that end
+    the text. stop: strings at which it ends.
     """
 
-    def __init__(self, lm: "LanguageModel", limit: int, stop: Sequence[str] = (), stop_at_end: bool = True):
+    def __init__(
+        self, stream: TextStream | None, limit: int, end_ids: frozenset[int] = frozenset(), stop: Sequence[str] = ()
+    ) -> None:
         self.limit, self.tokens = limit, 0
-        self._stop = StopStrings(stop)
-        self._end_ids = lm.end_ids if stop_at_end else frozenset()
-        self._stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+        self._stop, self._end_ids, self._stream = StopStrings(stop), end_ids, stream
 
     def add(self, token: int, logprob: float, top: Top = ()) -> Step:
         """The step that a token makes."""
@@ -216,17 +247,16 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
-def _steps(
-    decoder: Decoder, transcript: Transcript, stats: Stats, memory: "PromptCache | None" = None
-) -> Generator[Step]:
+def _learning(decoder: Decoder, transcript: Transcript, stats: Stats, memory: "PromptCache | None") -> Generator[Step]:
     try:
-        yield from _told(decoder, transcript, stats)
+        yield from steps(decoder, transcript, stats)
     finally:
         if memory is not None:
             memory.learn(decoder.ids, decoder.cache if decoder.whole else None)
 
 
-def _told(decoder: Decoder, transcript: Transcript, stats: Stats) -> Iterator[Step]:
+def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Generator[Step]:
+    """The tokens of a decoder as steps with their text, up to where it ends."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
     for token, logprob, top in decoder:

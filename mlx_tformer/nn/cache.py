@@ -248,6 +248,9 @@ class Memory(State):
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
 
+    packs = False
+    """Whether the texts of a row that holds several stay apart in it (`text_starts`)."""
+
     @property
     def remembers(self) -> bool:
         """Whether there is anything to remember: not in attention that sees what comes later, which runs once."""

@@ -73,6 +73,22 @@ def tap(module: Module, name: str, value: mx.array) -> mx.array:
     return value
 
 
+def watching() -> tuple[Watcher, ...]:
+    """Those who watch now."""
+    return _watchers.get()
+
+
+@contextmanager
+def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
+    """What these watchers would see of the block, by path; they are not called, and nobody else is."""
+    found: dict[str, mx.array] = {}
+    token = _watchers.set(tuple(Watcher(watcher.pattern, found.__setitem__) for watcher in watchers))
+    try:
+        yield found
+    finally:
+        _watchers.reset(token)
+
+
 @contextmanager
 def watch(pattern: str, see: Callable[[str, mx.array], mx.array | None]) -> Iterator[None]:
     """Call `see(path, value)` on every activation whose path matches `pattern` inside the block.
