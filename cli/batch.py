@@ -37,13 +37,17 @@ class Line:
 
 def generate_batch(asked: "Request") -> None:
     """Do what was asked for."""
-    from .generate import FREED, loaded
+    from .generate import FREED, decoder, loaded
 
     if asked.prompt is not None or asked.as_json or asked.stats or asked.prompt_logprobs:
         raise click.UsageError("--batch reads its prompts from FILE and prints JSON lines; it goes without PROMPT, "
                                "--json, --stats and --prompt-logprobs")  # fmt: skip
+    if asked.prompt_cache is not None or any(asked.keeping.values()):
+        raise click.UsageError(
+            "--batch keeps whole caches, and none of them in a file; leave out --prompt-cache and --kv-"
+        )
     texts = read(str(asked.batch))
-    lm = loaded(asked)
+    lm = decoder(loaded(asked), "--batch")
     lines = [line_of(lm, asked, f"{asked.batch}: line {i + 1}", text) for i, text in enumerate(texts)]
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 

@@ -4,6 +4,7 @@ order: `settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `de
 
 from .batch import Result, batch
 from .beam import Search
+from .conditioned import Found
 from .conversation import Conversation
 from .generate import Generation, Step, generate
 from .prompt_cache import PromptCache
@@ -16,6 +17,7 @@ from .stopping import StopStrings
 __all__ = [
     "Comparison",
     "Conversation",
+    "Found",
     "Generation",
     "Perplexity",
     "PromptCache",
