@@ -84,7 +84,8 @@ def test_other_settings_of_the_cache_read_everything(read: list[int]) -> None:
 def test_keys_of_another_scale_are_not_used(case: str) -> None:
     lm, memory = loaded(case), PromptCache()
     trained = lm.model.scaled_positions()[0].scaling.trained
-    short, long = [7] * (trained - 8), [7] * (trained + 2)
+    long = [7 * i % 60 for i in range(trained + 2)]
+    short = long[: trained - 8]
     written(lm, short, memory)
     found, wanted = (next(lm.generate(long, max_tokens=5, memory=one)).logprob for one in (memory, None))
     assert found == pytest.approx(wanted, abs=1e-5)
