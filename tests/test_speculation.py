@@ -53,10 +53,18 @@ def ids_for(lm: mt.LanguageModel, length: int) -> list[int]:
     return mx.random.randint(0, lm.vocab, (length,), key=mx.random.key(length)).tolist()
 
 
-def with_oracle(lm: mt.LanguageModel, ids: list[int], wanted: list[int], right: Sequence[bool], most: int) -> list[int]:
-    decoder = Decoder(lm.model, ids, Sampler(Sampling(), [ids]), planned=len(ids) + len(wanted))
+def with_oracle(
+    lm: mt.LanguageModel,
+    ids: list[int],
+    wanted: list[int],
+    right: Sequence[bool],
+    most: int,
+    counts: Speculation | None = None,
+) -> list[int]:
+    sampler = Sampler(Sampling(), [ids])
+    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + len(wanted))
     draft = Oracle([*ids, *wanted], right, lm.vocab)
-    return [token for token, *_ in Speculator(decoder, draft, most)]
+    return [token for token, *_ in Speculator(decoder, lm.model, sampler, draft, most, counts)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -202,10 +210,8 @@ def test_drafts_are_longer_after_success_and_shorter_after_failure() -> None:
     ids = ids_for(lm, 9)
     wanted = plain(lm, ids, 60)
     for right, passes in (([True], range(4, 9)), ([False], range(58, 61))):
-        decoder = Decoder(lm.model, ids, Sampler(Sampling(), [ids]), planned=len(ids) + 60)
         counts = Speculation()
-        found = [t for t, *_ in Speculator(decoder, Oracle([*ids, *wanted], right, lm.vocab), 16, counts)]
-        assert found == wanted and counts.passes in passes
+        assert with_oracle(lm, ids, wanted, right, 16, counts) == wanted and counts.passes in passes
         assert counts.rate == (1.0 if right[0] else 0.0)
 
 

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..errors import MlxTformerError
-from ..nn import LM, Cache
-from .sampling import Chosen, Sampler
+from ..nn import WHOLE, Cache, Keeping, Position
+from .sampling import Chosen
 from .scores import PromptScores, Top, top_of
 
 CHUNK = 512
@@ -21,6 +22,26 @@ class NotANumber(MlxTformerError):
     exit_code = 3
 
 
+class Writer(Protocol):
+    """A model that continues ids, with a cache: an `LM`, or a decoder that looks at a source."""
+
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache: ...
+
+    def hidden(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def logits(self, x: mx.array) -> mx.array: ...
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def scaled_positions(self) -> list[Position]: ...
+
+
+class Choice(Protocol):
+    """What chooses tokens from logits (B, V)."""
+
+    def __call__(self, logits: mx.array) -> Chosen: ...
+
+
 @dataclass
 class Decoder:
     """One text that grows: the ids so far and what the model remembers of them.
@@ -30,18 +51,23 @@ class Decoder:
     everything is read once more for the planned length, so that keys of different scales are never mixed.
     """
 
-    model: LM
+    model: Writer
     prompt: Sequence[int]
-    sampler: Sampler
+    sampler: Choice
     planned: int
     scores: PromptScores | None = None
     """Where to put what the model thought of the prompt's tokens, if somebody wants to know."""
+    how: Keeping = WHOLE
+    given: Cache | None = None
+    """What is remembered already, of the first tokens of the prompt."""
+    whole: bool = field(default=True, init=False)
+    """Whether every layer has read the same tokens; not so where something came in between."""
     ids: list[int] = field(init=False)
     cache: Cache = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
-        self.cache = self.model.new_cache(len(self.ids))
+        self.cache = self.model.new_cache(len(self.ids), self.how) if self.given is None else self.given
         self._scaled = self.model.scaled_positions()
 
     def __iter__(self) -> Iterator[tuple[int, float, Top]]:
@@ -51,10 +77,13 @@ class Decoder:
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
                 yield self.take(current)
-                self.cache = self.model.new_cache(self.planned)
+                self.cache = self.model.new_cache(self.planned, self.how)
                 current = self.begin()
                 continue
-            following = self._sample(self.model(current.token[:, None], self.cache)[:, -1])
+            self.whole = False
+            logits = self.model(current.token[:, None], self.cache)[:, -1]
+            self.whole = True
+            following = self._sample(logits)
             yield self.take(current)
             current = following
             if len(self.ids) % CHUNK == 0:
@@ -71,10 +100,10 @@ class Decoder:
         return self._sample(self._read_prompt())
 
     def _read_prompt(self) -> mx.array:
-        """Put all ids into the cache, chunk by chunk; returns the logits (1, V) after the last."""
-        ids = mx.array([self.ids])
-        last = (len(self.ids) - 1) // CHUNK * CHUNK
-        for start in range(0, last, CHUNK):
+        """Put all ids that the cache has not read into it, chunk by chunk; returns the logits (1, V) after the last."""
+        ids, known, self.whole = mx.array([self.ids]), self.cache.length, False
+        last = known + (len(self.ids) - known - 1) // CHUNK * CHUNK
+        for start in range(known, last, CHUNK):
             self.score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
             mx.eval(self.cache.arrays)
             mx.clear_cache()
@@ -83,6 +112,7 @@ class Decoder:
         logits = self.model.logits(hidden[:, -1])
         mx.eval(logits)
         mx.clear_cache()
+        self.whole = True
         return logits
 
     def score(self, hidden: mx.array) -> None:

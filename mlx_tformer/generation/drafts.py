@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ..errors import UsageError
 from ..nn import LM, Cache
-from .decode import CHUNK, Decoder
-from .sampling import COLDEST, filtered, row_key
+from .decode import CHUNK
+from .sampling import COLDEST, Sampler, filtered, row_key
 from .settings import Sampling
 
 LONGEST = 3
@@ -66,9 +66,10 @@ class Lookup(Draft):
 class Text:
     """What a model has read of a text; it can go back, where it cannot forget by reading once more from a mark."""
 
-    def __init__(self, model: LM, cache: Cache):
+    def __init__(self, model: LM, cache: Cache, ids: Sequence[int] = ()):
+        """`ids` are what the cache has read already."""
         self.model, self.cache = model, cache
-        self.ids: list[int] = []
+        self.ids = list(ids)
         self._mark: tuple[int, Cache] | None = None
 
     def mark(self) -> None:
@@ -156,13 +157,12 @@ class LookAhead(Draft):
         return Proposal([] if self._best is None or count < 1 else cast(list[int], self._best.tolist()))
 
 
-def draft_for(kind: str | LM, decoder: Decoder, count: int) -> Draft:
-    """The draft that a caller names for a text: "lookup", "ahead" for the model's own module, or a model with the same
-    tokens; of `count` tokens at most.
+def draft_for(kind: str | LM, model: LM, sampler: Sampler, planned: int, count: int) -> Draft:
+    """The draft that a caller names for a text of `planned` tokens: "lookup", "ahead" for the model's own module, or a
+    model with the same tokens; of `count` tokens at most.
 
     Raises UsageError for anything else, and for a model with other tokens.
     """
-    model, planned = decoder.model, decoder.planned
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(f"draft_tokens: found {count}, expected a whole number of 1 or more")
     if kind == "lookup":
@@ -175,4 +175,4 @@ def draft_for(kind: str | LM, decoder: Decoder, count: int) -> Draft:
         raise UsageError(f"draft: it knows {kind.vocab} ids, and the model {model.vocab}; they must be the same tokens")
     if kind.lengths is not None and kind.lengths[1] < planned:
         raise UsageError(f"draft: its context is {kind.lengths[1]} tokens, less than the {planned} of this text")
-    return Smaller(kind, decoder.sampler.rows[0], planned)
+    return Smaller(kind, sampler.rows[0], planned)

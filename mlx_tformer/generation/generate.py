@@ -1,13 +1,16 @@
 """Generation as callers see it: a prompt and settings in, steps of text out."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..memory import check_fits
+from ..nn import Cache, Keeping
+from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
 from .drafts import draft_for
 from .sampling import Sampler
@@ -18,6 +21,7 @@ from .stopping import StopStrings
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
+    from .prompt_cache import PromptCache
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -41,6 +45,8 @@ class Stats:
     """Counts and times of one generation; times in seconds, sizes in bytes."""
 
     prompt_tokens: int = 0
+    known_tokens: int = 0
+    """Tokens of the prompt that were remembered from before."""
     tokens: int = 0
     first_token_seconds: float = 0.0
     seconds: float = 0.0
@@ -51,8 +57,9 @@ class Stats:
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens per second, up to the first token."""
-        return self.prompt_tokens / self.first_token_seconds if self.first_token_seconds else 0.0
+        """Prompt tokens that were read per second, up to the first token."""
+        read = self.prompt_tokens - self.known_tokens
+        return read / self.first_token_seconds if self.first_token_seconds else 0.0
 
     @property
     def rate(self) -> float:
@@ -69,7 +76,7 @@ class Generation(Iterator[Step]):
     """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far, and
     after the first step `prompt_scores` what the model thought of the prompt, if that was asked for."""
 
-    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
+    def __init__(self, steps: Generator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
         self.prompt, self.stats = prompt, stats
         self._scores = scores
         self.tokens: list[int] = []
@@ -81,6 +88,10 @@ class Generation(Iterator[Step]):
     def prompt_scores(self) -> list[TokenScore]:
         """The prompt's tokens with their log-probabilities; the first has none."""
         return [] if self._scores is None else self._scores.found
+
+    def close(self) -> None:
+        """End here; what was read is there for the next generation with the same `memory`."""
+        self._steps.close()
 
     def __next__(self) -> Step:
         step = next(self._steps)
@@ -101,6 +112,11 @@ def generate(
     prompt_logprobs: bool = False,
     draft: "str | LanguageModel | None" = None,
     draft_tokens: int = MOST,
+    kv_bits: int | None = None,
+    kv_start: int = 0,
+    kv_size: int | None = None,
+    kv_keep: int = 0,
+    memory: "PromptCache | None" = None,
     **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
@@ -110,10 +126,13 @@ def generate(
     how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
     model thought of the prompt. draft: guess tokens that the model then checks several at a time: "lookup" in the text
     itself, "ahead" with the model's own module for that, or another model with the same tokens; up to `draft_tokens`
-    at a time. The text is as likely as without, and the same at temperature 0.
+    at a time. The text is as likely as without, and the same at temperature 0. kv_bits, kv_start, kv_size, kv_keep:
+    what the cache keeps, see `Keeping`. memory: what earlier generations have read, of which the common beginning is
+    not read again, and which learns this one.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
-    prompt that leaves no room in the model's context.
+    prompt that leaves no room in the model's context; MemoryRefusal, before anything is read, where the cache does not
+    fit this machine.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -124,35 +143,52 @@ def generate(
     if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
-    transcript = Transcript(lm, room(lm, ids, max_tokens), stop, stop_at_end)
+    transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end)
+    how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
+    check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
+    given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     sampler = sampler_for(lm, ids, sampling, logprobs)
-    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
-    stats = Stats(prompt_tokens=len(ids))
+    planned = len(ids) + transcript.limit
+    decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
+    stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
+    chosen: Chosen = decoder
     if draft is not None:
-        guesses = draft_for(draft if isinstance(draft, str) else draft.model, decoder, draft_tokens)
+        kind = draft if isinstance(draft, str) else draft.model
+        guesses = draft_for(kind, lm.model, sampler, planned, draft_tokens)
         if decoder.steady:
-            faster = Speculator(decoder, guesses, draft_tokens, stats.speculation)
-            return Generation(_steps(faster, transcript, stats), ids, stats, scores)
-    return Generation(_steps(decoder, transcript, stats), ids, stats, scores)
+            chosen = Speculator(decoder, lm.model, sampler, guesses, draft_tokens, stats.speculation)
+    return Generation(_learning(chosen, decoder, transcript, stats, memory), ids, stats, scores)
 
 
-def room(lm: "LanguageModel", ids: Sequence[int], max_tokens: int) -> int:
-    """How many tokens may follow a prompt; raises UsageError for a number that is none."""
+def transcript_of(
+    lm: "LanguageModel",
+    ids: Sequence[int],
+    max_tokens: int = 100,
+    stop: Sequence[str] = (),
+    stop_at_end: bool = True,
+) -> "Transcript":
+    """The text that may follow a prompt of `ids`; raises UsageError for settings that cannot be meant."""
+    check_max_tokens(max_tokens)
+    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+    end_ids = lm.end_ids if stop_at_end else frozenset()
+    return Transcript(stream, min(max_tokens, lm.context - len(ids)), end_ids, stop)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raise UsageError for a number of tokens that cannot be meant."""
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
-    return min(max_tokens, lm.context - len(ids))
 
 
 def sampler_for(lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0) -> Sampler:
     """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
-    sampling = sampling_of(settings).in_ids(encoder(lm), lm.vocab)
+    sampling = sampling_of(settings).in_ids(encoder(lm.tokenizer), lm.vocab)
     return Sampler(sampling, [ids], end_ids=[i for i in lm.end_ids if 0 <= i < lm.vocab], top=top)
 
 
-def encoder(lm: "LanguageModel") -> Encode | None:
+def encoder(tokenizer: Tokenizer | None) -> Encode | None:
     """Ids of texts as they occur inside of others, if there is a tokenizer."""
-    tokenizer = lm.tokenizer
     return None if tokenizer is None else lambda text: tokenizer.encode(text, special=True, add_bos=False)
 
 
@@ -165,7 +201,16 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     return ids
 
 
-def checked_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
+class Reader(Protocol):
+    """A model that knows ids up to `vocab`, and those of a text."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    def tokens(self, text: str) -> Tokens: ...
+
+
+def checked_ids(lm: Reader, prompt: Prompt) -> list[int]:
     """The ids of a text in any form, of which there must be some, and only those that the model has."""
     if isinstance(prompt, str):
         ids = list(lm.tokens(prompt))
@@ -183,17 +228,27 @@ def checked_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     return ids
 
 
+class Chosen(Protocol):
+    """What gives ids, their log-probabilities and the likeliest ids in their place one by one, and has a cache."""
+
+    @property
+    def cache(self) -> Cache: ...
+
+    def __iter__(self) -> Iterator[tuple[int, float, Top]]: ...
+
+
 class Transcript:
     """The text of one generation: takes its tokens, tells what of the text is safe to show, and when it ends.
 
-    limit: tokens that may come at most. stop: strings at which the text ends. stop_at_end: whether end tokens end it.
+    stream: makes text of tokens, if there is a tokenizer. limit: tokens that may come at most. end_ids: tokens that end
+    the text. stop: strings at which it ends.
     """
 
-    def __init__(self, lm: "LanguageModel", limit: int, stop: Sequence[str] = (), stop_at_end: bool = True):
+    def __init__(
+        self, stream: TextStream | None, limit: int, end_ids: frozenset[int] = frozenset(), stop: Sequence[str] = ()
+    ) -> None:
         self.limit, self.tokens = limit, 0
-        self._stop = StopStrings(stop)
-        self._end_ids = lm.end_ids if stop_at_end else frozenset()
-        self._stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+        self._stop, self._end_ids, self._stream = StopStrings(stop), end_ids, stream
 
     def add(self, token: int, logprob: float, top: Top = ()) -> Step:
         """The step that a token makes."""
@@ -208,7 +263,18 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
-def _steps(decoder: Decoder | Speculator, transcript: Transcript, stats: Stats) -> Iterator[Step]:
+def _learning(
+    chosen: Chosen, decoder: Decoder, transcript: Transcript, stats: Stats, memory: "PromptCache | None"
+) -> Generator[Step]:
+    try:
+        yield from steps(chosen, transcript, stats)
+    finally:
+        if memory is not None:
+            memory.learn(decoder.ids, decoder.cache if decoder.whole else None)
+
+
+def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Generator[Step]:
+    """The tokens of a decoder as steps with their text, up to where it ends."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
     for token, logprob, top in decoder:

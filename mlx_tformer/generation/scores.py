@@ -1,17 +1,22 @@
 """What a model thinks of tokens that are there already: log-probabilities, in float32."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from ..nn import LM
 from .sampling import best
 
 ROWS = 64
 """Positions whose logits are there at a time: logits of a whole chunk would be the largest thing in memory."""
 Top = tuple[tuple[int, float], ...]
 """Ids and log-probabilities, the best first."""
+
+
+class Head(Protocol):
+    """What makes logits (B, L, V) of hidden states (B, L, C)."""
+
+    def logits(self, x: mx.array) -> mx.array: ...
 
 
 class TokenScore(NamedTuple):
@@ -31,7 +36,7 @@ class TargetScores(NamedTuple):
     top_logprobs: mx.array
 
 
-def score_targets(model: LM, hidden: mx.array, targets: mx.array, top: int = 0) -> TargetScores:
+def score_targets(model: Head, hidden: mx.array, targets: mx.array, top: int = 0) -> TargetScores:
     """What the model thinks of `targets` (L,), from the hidden states (1, L, C) before them; evaluated."""
     parts = []
     for start in range(0, targets.shape[0], ROWS):
@@ -55,7 +60,7 @@ class PromptScores:
         """Whether all tokens have been scored."""
         return len(self.found) == len(self._ids)
 
-    def read(self, model: LM, hidden: mx.array) -> None:
+    def read(self, model: Head, hidden: mx.array) -> None:
         """Score the tokens that follow the next chunk, whose hidden states are (1, L, C)."""
         at = len(self.found)
         following = self._ids[at : at + hidden.shape[1]]

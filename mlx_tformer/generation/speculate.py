@@ -11,9 +11,10 @@ from typing import cast
 
 import mlx.core as mx
 
+from ..nn import LM, Cache
 from .decode import CHUNK, Decoder
 from .drafts import Draft, Proposal, Text
-from .sampling import Chosen
+from .sampling import Chosen, Sampler
 from .scores import Top
 
 FIRST, MOST = 4, 16
@@ -36,42 +37,60 @@ class Speculation:
 
 
 class Speculator:
-    """One text that grows by several tokens at a time: gives the same tokens as the `decoder` whose place it takes.
+    """One text that grows by several tokens at a time: gives the same tokens as the `decoder` whose place it takes, of
+    the same model and sampler.
 
     most: tokens that are guessed at a time; fewer while guesses are wrong. The decoder is to be `steady`.
     """
 
-    def __init__(self, decoder: Decoder, draft: Draft, most: int = MOST, counts: Speculation | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        model: LM,
+        sampler: Sampler,
+        draft: Draft,
+        most: int = MOST,
+        counts: Speculation | None = None,
+    ):
         self._decoder, self._draft, self._most = decoder, draft, most
-        self._model, self._sampler, self._planned = decoder.model, decoder.sampler, decoder.planned
+        self._model, self._sampler, self._planned = model, sampler, decoder.planned
         self._count = min(FIRST, most)
-        self.ids, self.cache = decoder.ids, decoder.cache
+        self.ids = decoder.ids
         self.counts = Speculation() if counts is None else counts
 
+    @property
+    def cache(self) -> Cache:
+        """What the model remembers."""
+        return self._decoder.cache
+
     def __iter__(self) -> Iterator[tuple[int, float, Top]]:
-        text = Text(self._model, self.cache)
+        text = Text(self._model, self.cache, self.ids[: self.cache.length])
         hidden = self._read_prompt(text)
         yield self._decoder.take(self._sampler(self._model.logits(hidden[:, -1])))
         while len(self.ids) < self._planned:
             self._draft.see(hidden, self.ids[len(self.ids) - hidden.shape[1] :])
-            room = self._planned - len(self.ids) - 1
-            proposal = self._draft.propose(self.ids, min(self._count, room)) if room else Proposal([])
-            text.mark()
-            self.cache = text.cache
-            hidden = text.read([self.ids[-1], *proposal.tokens])
-            before = len(self.ids)
-            yield from self._checked(self._model.logits(hidden), proposal)
-            kept = len(self.ids) - before
-            if kept <= len(proposal.tokens):
-                text.back(len(self.ids) - 1)
-                hidden = hidden[:, :kept]
-            self.cache = text.cache
-            self._learn(kept - 1, len(proposal.tokens))
+            hidden, made = self._round(text)
+            yield from made
+
+    def _round(self, text: Text) -> tuple[mx.array, list[tuple[int, float, Top]]]:
+        """Guess, read the guesses, and keep those that are right: the hidden states (1, L, C) before the L new
+        tokens, and the tokens."""
+        room = self._planned - len(self.ids) - 1
+        proposal = self._draft.propose(self.ids, min(self._count, room)) if room else Proposal([])
+        self._decoder.whole = False
+        text.mark()
+        hidden = text.read([self.ids[-1], *proposal.tokens])
+        made = list(self._checked(self._model.logits(hidden), proposal))
+        text.back(len(self.ids) - 1)
+        self._decoder.cache, self._decoder.whole = text.cache, True
+        self._learn(len(made) - 1, len(proposal.tokens))
+        return hidden[:, : len(made)], made
 
     def _read_prompt(self, text: Text) -> mx.array:
-        """Read the prompt; returns hidden states (1, L, C) of its last tokens."""
-        last = (len(self.ids) - 1) // CHUNK * CHUNK
-        for start in range(0, last, CHUNK):
+        """Read what the cache does not know of the prompt; returns hidden states (1, L, C) of its last tokens."""
+        known, self._decoder.whole = len(text.ids), False
+        last = known + (len(self.ids) - known - 1) // CHUNK * CHUNK
+        for start in range(known, last, CHUNK):
             hidden = text.read(self.ids[start : start + CHUNK])
             self._decoder.score(hidden)
             self._draft.see(hidden, self.ids[start + 1 : start + CHUNK + 1])
@@ -79,6 +98,7 @@ class Speculator:
             mx.clear_cache()
         hidden = text.read(self.ids[last:])
         self._decoder.score(hidden)
+        self._decoder.whole = True
         return hidden
 
     def _checked(self, logits: mx.array, proposal: Proposal) -> Iterator[tuple[int, float, Top]]:

@@ -1,7 +1,7 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
 Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `attention`, `cross`, `latent`, `ssm`,
-`mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `seq2seq`.
+`delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -11,10 +11,13 @@ from .block import Block, Parallel, Residual
 from .cache import KV, Apart, Cache, Memory, State, Stateful, WindowKV, stateful
 from .context import Context
 from .cross import CrossAttention
+from .delta import GatedDelta
 from .draft import NextToken
-from .encoder import Encoder, TokenHead
+from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
 from .keeping import WHOLE, Keeping
 from .latent import LatentAttention
+from .linear_attention import LinearAttention
+from .lsh import LSHAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Recent, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
@@ -37,16 +40,18 @@ from .position import (
 )
 from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
-from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
+from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
+from .vision import Patches, VisionEncoder
 
-Model = LM | Encoder | Seq2Seq
+Model = LM | Encoder | VisionEncoder | Seq2Seq
 """What a family makes."""
 
 __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "POOLS",
     "WHOLE",
     "Alibi",
     "AllHeads",
@@ -57,6 +62,7 @@ __all__ = [
     "Cache",
     "Causal",
     "Chunk",
+    "Classifier",
     "Context",
     "CrossAttention",
     "DynamicNTK",
@@ -67,16 +73,19 @@ __all__ = [
     "ExpertLinear",
     "Experts",
     "Gate",
+    "GatedDelta",
     "GatedMlp",
     "GatedNorm",
     "Groups",
     "Identity",
     "Keeping",
     "KeptKV",
+    "LSHAttention",
     "LatentAttention",
     "LayerNorm",
     "Learned",
     "Linear",
+    "LinearAttention",
     "LinearScaling",
     "Llama3",
     "LogitBias",
@@ -89,9 +98,12 @@ __all__ = [
     "Mlp",
     "Model",
     "Module",
+    "Multipliers",
     "NextToken",
+    "NormedGate",
     "PackedKV",
     "Parallel",
+    "Patches",
     "PlainExperts",
     "Position",
     "RMSNorm",
@@ -106,6 +118,7 @@ __all__ = [
     "Seq2Seq",
     "Shared",
     "ShiftedRMSNorm",
+    "SiluGate",
     "Sinusoidal",
     "SoftCap",
     "Stack",
@@ -114,10 +127,12 @@ __all__ = [
     "TokenHead",
     "UnitRMSNorm",
     "Unscaled",
+    "VisionEncoder",
     "Window",
     "WindowKV",
     "Yarn",
     "attend",
+    "pooled",
     "stateful",
     "tap",
     "visible",

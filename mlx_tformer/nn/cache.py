@@ -4,7 +4,7 @@ The caller owns the cache and passes it in; a model keeps nothing itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar
 
@@ -23,6 +23,8 @@ class State(ABC):
     """Tokens seen, forgotten ones included."""
     rewinds: ClassVar[bool] = True
     """Whether `trim` can take back the tokens of the last call."""
+    saved: ClassVar[tuple[str, ...]] = ("length",)
+    """Attributes that a file keeps: arrays, lists of them, and whole numbers."""
 
     @property
     @abstractmethod
@@ -38,6 +40,24 @@ class State(ABC):
         twin = copy(self)
         vars(twin).update({name: _handle(value) for name, value in vars(self).items()})
         return twin
+
+    def stored(self) -> dict[str, mx.array | int]:
+        """What a file keeps, by name; `restore` takes it back."""
+        found: dict[str, mx.array | int] = {}
+        for name in self.saved:
+            value = vars(self).get(name)
+            if isinstance(value, list):
+                found |= {f"{name}.{i}": x for i, x in enumerate(value)}
+            elif value is not None:
+                found[name] = value
+        return found
+
+    def restore(self, found: Mapping[str, mx.array | int]) -> None:
+        """Remember what a state of this kind had stored."""
+        for name in self.saved:
+            several = [x for key, x in found.items() if key.startswith(f"{name}.")]
+            if name in found or several:
+                vars(self)[name] = several or found[name]
 
     def take(self, rows: mx.array) -> None:
         """Keep these rows of the batch, (N,), in this order; a row may be there several times, as beams begin."""
@@ -67,6 +87,7 @@ class KV(State):
     """
 
     STEP = 256
+    saved: ClassVar[tuple[str, ...]] = ("length", "first", "keys", "values")
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -77,6 +98,16 @@ class KV(State):
     @property
     def arrays(self) -> list[mx.array]:
         return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def stored(self) -> dict[str, mx.array | int]:
+        used, found = self.length - self.first, super().stored()
+        growing = {name: x[..., :used, :] for name in self.growing if isinstance(x := found.get(name), mx.array)}
+        return {**found, **growing}
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """Names of buffers with room for more tokens behind those that count."""
+        return ("keys", "values")
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Remember the keys and values of L new tokens; returns those of every token that they may look at."""
@@ -218,6 +249,8 @@ class Memory(State):
 
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
+
+    packs = False  # what remembers one token for another has to see to it
 
     @property
     def remembers(self) -> bool:

@@ -19,7 +19,8 @@ class Context:
     length: int
     cache: Cache | None = None
     left: mx.array | None = None
-    """Padding in front of each row of the batch, (B,)."""
+    """What stands in each row of the batch before its text: padding, (B,). In a row of several texts, (B, L): for each
+    token what stands before the text that it belongs to."""
     context: int = 0
     """Length of the whole text, for positions that depend on it."""
     real: mx.array | None = None
@@ -38,7 +39,8 @@ class Context:
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the first new token; one for each row (B,) if the batch is padded."""
+        """Position of the first new token; one for each row (B,) if the batch is padded. In rows of several texts,
+        (B, L): by how much the position of each token differs from its place among the new ones (`places`)."""
         return self.start if self.left is None else self.start - self.left
 
     @property
@@ -46,7 +48,14 @@ class Context:
         """Which of the new tokens are text and not padding, (B, L) booleans; None if all are."""
         if self.real is not None:
             return self.real
-        return None if self.left is None else mx.arange(self.start, self.start + self.length) >= self.left[:, None]
+        if self.left is None or self.packed:
+            return None
+        return mx.arange(self.start, self.start + self.length) >= self.left[:, None]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows hold several texts."""
+        return self.left is not None and self.left.ndim == 2
 
     def state(self, path: str) -> State | None:
         """What the module at `path` remembers, or None without a cache."""

@@ -89,7 +89,8 @@ class Router(Module):
         scores = SCORES[self.score](logits)  # (N, E)
         choice = scores + self.correction.astype(mx.float32) if self.has_correction else scores
         choice = choice if self.groups is None else self.groups(choice)
-        chosen = tap(self, "chosen", mx.argpartition(-choice, self.top - 1, axis=-1)[..., : self.top])
+        best = mx.argpartition(-mx.stop_gradient(choice), self.top - 1, axis=-1)[..., : self.top]
+        chosen = tap(self, "chosen", best)
         weights = SCORES[self.after](mx.take_along_axis(scores, chosen, axis=-1))
         if self.normalise:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -259,5 +260,9 @@ def taken(chosen: mx.array, count: int, capacity: int, ctx: Context | None = Non
     real = None if ctx is None else ctx.text
     if real is not None:
         pairs = pairs & mx.repeat(real, chosen.shape[-1], axis=1)[..., None]
-    place = (mx.cumsum(pairs.astype(mx.int32), axis=1) * pairs).sum(axis=-1)
+    places = mx.cumsum(pairs.astype(mx.int32), axis=1)
+    if ctx is not None and ctx.left is not None and ctx.packed:
+        first = mx.repeat(ctx.left * chosen.shape[-1], chosen.shape[-1], axis=1)[..., None]
+        places = places - mx.take_along_axis(places - pairs, first, axis=1)  # without those of the texts before
+    place = (places * pairs).sum(axis=-1)
     return (place <= capacity).reshape(chosen.shape)

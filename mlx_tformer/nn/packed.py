@@ -30,12 +30,13 @@ class PackedKV(KV):
     over packed keys can read them as they are, with `turn(q)` as queries and `turn_back` for its output.
     """
 
+    saved = (*KV.saved, "packed", "key_width", "value_width")
+
     def __init__(self, bits: int, start: int = 0):
         super().__init__()
         self.bits, self.start = bits, start
         self.packed: list[mx.array] = []
-        self.widths = (0, 0)
-        """Features of a key and of a value."""
+        self.key_width = self.value_width = 0
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -44,7 +45,11 @@ class PackedKV(KV):
     @property
     def groups(self) -> tuple[int, int]:
         """Numbers that share a scale, of keys and of values."""
-        return group_of(self.widths[0]), group_of(self.widths[1])
+        return group_of(self.key_width), group_of(self.value_width)
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        return (*super().growing, *(f"packed.{i}" for i in range(6)))
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As `KV`; once packed, what it returns is turned, as `turn` turns the query."""
@@ -61,7 +66,7 @@ class PackedKV(KV):
             keys = mx.concatenate([self.keys[..., : self.length, :], keys], axis=2)
             values = mx.concatenate([self.values[..., : self.length, :], values], axis=2)
             self.keys = self.values = None
-        self.widths = (keys.shape[3], values.shape[3])
+        self.key_width, self.value_width = keys.shape[3], values.shape[3]
         new = [*pack(keys, self.bits), *pack(values, self.bits)]
         stop = begin + keys.shape[2]
         if not self.packed:
@@ -78,7 +83,7 @@ class PackedKV(KV):
         sides = (cast(Triple, tuple(used[:3])), cast(Triple, tuple(used[3:])))
         k, v = (
             mx.dequantize(*side, group, self.bits)[..., :width].astype(dtype)
-            for side, group, width in zip(sides, self.groups, self.widths, strict=True)
+            for side, group, width in zip(sides, self.groups, (self.key_width, self.value_width), strict=True)
         )
         return k, v
 
@@ -164,6 +169,8 @@ class KeptKV(WindowKV):
     What `append` returns has the first tokens in front, then the others in order, with a gap between the two once some
     have been dropped.
     """
+
+    saved = (*WindowKV.saved, "first_keys", "first_values")
 
     def __init__(self, size: int, keep: int):
         super().__init__(size - keep)

@@ -23,6 +23,9 @@ class Module(nn.Module):
 
     precise: tuple[str, ...] = ()
     """Parameters that stay in the dtype they are stored in, whatever the model computes in."""
+    packs: bool = True
+    """Whether the texts of a row that holds several stay apart in it (`text_starts`), as they do in whatever works on
+    each token by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +74,22 @@ def tap(module: Module, name: str, value: mx.array) -> mx.array:
             changed = watcher.see(path, value)
             value = value if changed is None else changed
     return value
+
+
+def watching() -> tuple[Watcher, ...]:
+    """Those who watch now."""
+    return _watchers.get()
+
+
+@contextmanager
+def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
+    """What these watchers would see of the block, by path; they are not called, and nobody else is."""
+    found: dict[str, mx.array] = {}
+    token = _watchers.set(tuple(Watcher(watcher.pattern, found.__setitem__) for watcher in watchers))
+    try:
+        yield found
+    finally:
+        _watchers.reset(token)
 
 
 @contextmanager
