@@ -4,8 +4,8 @@
 
 Host time is what the thread needs to build the graph of one token's step, before anything is computed. "None" means
 that the taps give back their value at once and nothing looks for watchers. The two take turns, step by step, so that a
-busy machine slows both alike; shown are medians, which differ by a few percent either way on such a machine. So the last
-line counts instead: how often a step looks for watchers, times what a look takes, beside the fastest step.
+busy machine slows both alike; shown are medians, which differ by a few percent either way on such a machine. So the
+last line counts instead: how often a step looks for watchers, times what a look takes, beside the fastest step.
 """
 
 import argparse
@@ -62,12 +62,12 @@ def looks(lm: mt.LanguageModel, cache: Cache, token: mx.array) -> Counter[str]:
 def cost() -> dict[str, float]:
     """Seconds of one call of each of these functions, the call itself included."""
     module, value = nn.Module(), mx.array(1.0)
-    calls = {
-        "tap": lambda: nn.tap(module, "x", value),
-        "wanted": lambda: nn.wanted(module, "x"),
-        "spectators": nn.spectators,
-    }
-    return {name: min(timeit.repeat(call, number=10_000, repeat=50)) / 10_000 for name, call in calls.items()}
+    names = {"tap": "f(module, 'x', value)", "wanted": "f(module, 'x')", "spectators": "f()"}
+    found = {}
+    for name, call in names.items():
+        known = {"f": getattr(nn, name), "module": module, "value": value}
+        found[name] = min(timeit.repeat(call, number=10_000, repeat=50, globals=known)) / 10_000
+    return found
 
 
 def seconds(lm: mt.LanguageModel, cache: Cache, token: mx.array, *, computed: bool) -> float:
