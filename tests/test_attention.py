@@ -380,3 +380,13 @@ def test_the_sizes_of_a_layer_follow_from_what_is_given() -> None:
 def test_key_heads_must_divide_the_heads(heads: int, kv_heads: int) -> None:
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         Attention(32, heads, kv_heads)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_capped_attention_with_copied_heads_is_its_explicit_twin(mask: str, sinks: bool) -> None:
+    q, k, v = qkv("GQA", 3, 9)
+    sees, extra = given_as(mask, sees_of(mask, 3, 9)), mx.array([0.5, -1.0, 0.0, 2.0, 1.0, -2.0]) if sinks else None
+    with seen("*.[pf]*") as found:
+        z = attend(Module(), q, k, v, scale=0.4, mask=sees, softcap=2.0, sinks=extra)
+    assert gap(found[".fused"], z) < 2e-6

@@ -1,6 +1,7 @@
 """Head scores, sweeps, measures, rollout, flow, experts and circuits, where the answers are known."""
 
 import itertools
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -112,6 +113,13 @@ def test_a_sweep_takes_any_metric_and_shows_no_bar_where_there_is_no_terminal(ca
     assert capsys.readouterr().err == ""
     with pytest.raises(UsageError, match="nothing to recover"):
         inspect.sweep(opened("qwen3"), IDS, IDS, lambda logits: 0 * logits[:, -1, 0], layers=1).top()
+
+
+def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    inspect.sweep(opened("qwen3"), IDS, OTHER, 5, layers=1)
+    shown = capsys.readouterr()
+    assert "residual.out over positions" in shown.err and shown.out == ""
 
 
 @pytest.mark.parametrize(

@@ -228,14 +228,15 @@ def planted_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_explicit", wrong)
 
 
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "gemma2"])  # one of them has caps, and so no fused path
 @pytest.mark.parametrize("fault", [planted_rotation, planted_mask, planted_groups])
 def test_the_check_finds_what_rows_that_sum_to_one_do_not(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = opened("llama-gqa-tied")
+    lm = opened(case)
     fault(monkeypatch)
     with trace(lm, read=["layers.1.attn.pattern"]) as t:
-        lm(ids_of("llama-gqa-tied"))
+        lm(ids_of(case))
     assert gap(t["attn.pattern"].sum(axis=-1), mx.ones((1, 6, 24))) < 1e-5
     with pytest.raises(Mismatch, match=r"decoder\.layers\.1\.attn\.op\.pattern: pattern @ values differs"):
         t.check(0.05)

@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..errors import UsageError
 from ..nn import Attention, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm
 from ..nn.linear import matrix
+from .sites import main_stack
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def circuits(lm: Any) -> list[Circuits]:
     >>> found[0].ov.norms.shape
     (6,)
     """
-    stack = lm.model.decoder if "decoder" in lm.model else lm.model.encoder
+    stack = lm.model[main_stack(lm.model)]
     found = []
     for i, block in enumerate(stack.layers):
         steps = [block[name] for name in block.order]

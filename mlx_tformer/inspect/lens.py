@@ -2,17 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
+from .drawn import Drawn, numbers
+from .sites import main_stack
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from .pictures import Picture
 
 
 @dataclass(frozen=True)
-class Lens:
+class Lens(Drawn):
     """The best tokens after each layer: row i of the arrays is `layers[i]`, column j `positions[j]`.
 
     tokens, probabilities: (layers, positions, top), the best first. ranks: (layers, positions), the place of the token
@@ -25,6 +30,14 @@ class Lens:
     probabilities: mx.array
     ranks: mx.array | None
     texts: list[list[list[str]]]
+
+    def picture(self) -> "Picture":
+        """The best token at each position after each layer, coloured by its probability."""
+        from .pictures import Grid
+
+        best, text = numbers(self.probabilities[..., 0]), [[one[0] for one in line] for line in self.texts]
+        rows, columns = map(str, self.layers), map(str, self.positions)
+        return Grid("best next tokens", best, list(rows), list(columns), down="layer", across="position", text=text)
 
     def __str__(self) -> str:
         shares = cast(list[list[list[float]]], self.probabilities.tolist())
@@ -51,16 +64,18 @@ def lens(
     >>> (lens(t, top=1).tokens[-1, 0, 0] == mx.argmax(logits[0, -1])).item()
     True
     """
-    if "residual.out" not in t:
+    model = cast(Any, t.lm.model)
+    site = f"{main_stack(model)}.layers.*.residual.out"
+    if site not in t:
         raise UsageError('the lens reads the residual stream: trace with read=["residual.out"]')
-    streams, model = t.by_layer("residual.out"), cast(Any, t.lm.model)
+    streams = t.by_layer(site)
     length = next(iter(streams.values())).shape[1]
     places = range(length) if position is None else [position] if isinstance(position, int) else list(position)
     wrong = next((at for at in places if not -length <= at < length), None)
     if wrong is not None or not top >= 1:
         raise UsageError(f"lens: found position {wrong} and top {top}, expected one of {length} positions, 1 or more")
     at, token = mx.array([i % length for i in places]), None if of is None else token_id(t.lm, of)
-    norm, found = stack_of(model).norm, []
+    norm, found = model[main_stack(model)].norm, []
     for stream in streams.values():
         found.append(_best(model.logits(norm(stream[row][at][None]))[0], top, token))
         mx.eval(found[-1])
@@ -76,11 +91,6 @@ def _best(logits: mx.array, top: int, token: int | None) -> tuple[mx.array, mx.a
     shares = mx.softmax(logits.astype(mx.float32), axis=-1, precise=True)
     own = logits[:, [0 if token is None else token]]
     return best, mx.take_along_axis(shares, best, axis=-1), (logits > own).sum(axis=-1)
-
-
-def stack_of(model: Any) -> Any:
-    """The stack of blocks whose last norm the head reads."""
-    return model.decoder if "decoder" in model else model.encoder
 
 
 def token_id(lm: Any, token: str | int) -> int:

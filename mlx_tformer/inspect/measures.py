@@ -7,6 +7,7 @@ from typing import cast
 import mlx.core as mx
 
 from ..errors import UsageError
+from .sites import main_stack
 from .trace import Trace, deficit
 
 NOTHING = 1e-9
@@ -82,8 +83,8 @@ def _mixed(t: Trace, residual: float) -> list[mx.array]:
     """The mean pattern of each layer and the residual connection, with rows that sum to one, (B, L, L)."""
     if not 0 <= residual <= 1:
         raise UsageError(f"residual: found {residual}, expected 0 to 1")
-    names = [site.name for site in t.sites if site.kind == "pattern" and site.layer is not None and not site.crosses]
-    names = [name for name in names if not name.startswith("drafts.")]
+    stack = main_stack(t.lm.model)
+    names = [site.name for site in t.sites if site.kind == "pattern" and site.stack == stack and not site.crosses]
     missing = next((name for name in names if name not in t.names), None)
     if missing is not None or not names:
         raise UsageError(f'{missing or "patterns"}: not read; trace with read=["attn.pattern"]')

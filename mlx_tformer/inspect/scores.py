@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import LM, watch
-from .sites import resolve, sites_of
+from ..nn import LM, Encoder, watch
+from .drawn import Drawn, numbers
+from .sites import main_stack, resolve, sites_of
+
+if TYPE_CHECKING:
+    from .pictures import Picture
 
 NEAR = 4
 """Keys that are local to a query, itself among them."""
@@ -55,7 +59,7 @@ SCORES: dict[str, Callable[[mx.array, Probe], mx.array]] = {
 
 
 @dataclass(frozen=True)
-class HeadScores:
+class HeadScores(Drawn):
     """Scores by kind, each (layers, H) with row i for `layers[i]`; and the mean cross-entropy in nats of the tokens as
     they are said first and again (None for an encoder)."""
 
@@ -67,6 +71,16 @@ class HeadScores:
         if kind not in self.scores:
             raise UsageError(f"scores: found {kind!r}, expected one of {', '.join(self.scores)}")
         return self.scores[kind]
+
+    def picture(self, kind: str | None = None) -> "Picture":
+        """The scores of one kind (None: the first) by layer and head."""
+        from .pictures import Grid
+
+        kind = next(iter(self.scores)) if kind is None else kind
+        heads = [str(head) for head in range(self[kind].shape[1])]
+        return Grid(
+            kind, numbers(self[kind]), [str(layer) for layer in self.layers], heads, down="layer", across="head"
+        )
 
     def best(self, kind: str, count: int = 5) -> list[tuple[int, int, float]]:
         """Layer, head and score of the heads that do most of a kind."""
@@ -102,7 +116,9 @@ def head_scores(
         raise UsageError(f"kinds: found {unknown or kinds!r}, expected a list out of {', '.join(SCORES)}")
     if seeds < 1 or length < NEAR:
         raise UsageError(f"found {seeds} seeds and a length of {length}, expected 1 or more and {NEAR} or more")
-    stack = "decoder" if isinstance(lm.model, LM) else "encoder"
+    if not isinstance(lm.model, LM | Encoder):
+        raise UsageError("head_scores needs a model that reads one text, and this one reads two")
+    stack = main_stack(lm.model)
     sites = {s.path: s for s in resolve(sites_of(lm.model), "attn.pattern") if s.stack == stack and s.layer is not None}
     sums: dict[str, mx.array] = {}
     losses = mx.zeros((2,))

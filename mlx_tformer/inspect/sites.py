@@ -177,6 +177,11 @@ def _axes(module: Module, name: str) -> tuple[int | None, int | None, int | None
     return None, 1, None, 2 if name == "ids" else 3
 
 
+def main_stack(model: nn.Module) -> str:
+    """The stack of blocks whose end the logits are made of: the decoder where there are two."""
+    return "decoder" if "decoder" in model else "encoder"
+
+
 def resolve(sites: Iterable[Site], pattern: str) -> list[Site]:
     """The sites that a name or a glob means; raises UsageError with the nearest names if there are none.
 

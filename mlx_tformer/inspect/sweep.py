@@ -5,23 +5,27 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
 from ..nn import watch
+from .drawn import Drawn, numbers
 from .edits import Prompt, call
 from .lens import token_id
 from .places import Numbers, listed
 from .sites import Site, resolve, sites_of
 from .trace import trace
 
+if TYPE_CHECKING:
+    from .pictures import Picture
+
 Metric = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Drawn):
     """values: (layers, N), the metric with one activation of the clean run, by layer and by position or head; clean and
     corrupted: the metric of the two runs as they are."""
 
@@ -38,6 +42,13 @@ class Sweep:
         if self.clean == self.corrupted:
             raise UsageError(f"the metric is {self.clean:g} in both runs, so there is nothing to recover")
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+    def picture(self) -> "Picture":
+        """The share recovered by each cell."""
+        from .pictures import Grid
+
+        rows, columns = [str(layer) for layer in self.layers], [str(number) for number in self.numbers]
+        return Grid("recovered", numbers(self.recovered), rows, columns, down="layer", across=self.across)
 
     def top(self, count: int = 10) -> list[tuple[int, int, float]]:
         """Layer, position or head, and share recovered, of the cells that recover most."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,8 +13,12 @@ from ..errors import Mismatch, UsageError
 from ..memory import QUANTIZED
 from ..nn import watch
 from ..tokens import Tokenizer
-from .sites import Site, nearest, resolve, sites_of
+from .drawn import Drawn, numbers
+from .sites import Site, main_stack, nearest, resolve, sites_of
 from .texts import Pass, Reader, Text
+
+if TYPE_CHECKING:
+    from .pictures import Picture
 
 
 class Inspectable(Protocol):
@@ -44,7 +48,7 @@ class Pattern:
     first_key: int
 
 
-class Trace:
+class Trace(Drawn):
     """The activations that a model's runs inside a `with` block gave, by name.
 
     A name is a path or an alias, as in `trace`; one that means several activations is refused, and `all` gives them.
@@ -193,11 +197,19 @@ class Trace:
         return [str(i) if self.lm.tokenizer is None else self.lm.tokenizer.token_text(i) for i in listed]
 
     def patterns(
-        self, layer: int | None = None, head: int | None = None, *, row: int = 0, crosses: bool = False
+        self,
+        layer: int | None = None,
+        head: int | None = None,
+        *,
+        row: int = 0,
+        stack: str | None = None,
+        crosses: bool = False,
     ) -> list[Pattern]:
         """The patterns that were read, of all layers or one, of all heads or one, with labels: what pictures are made
-        of. crosses: those of cross-attention. Raises UsageError for a layer or head that was not read."""
-        found = [s for s in self._fired() if s.kind == "pattern" and s.layer is not None and s.crosses == crosses]
+        of. Of a model with two stacks those of the decoder, or of `stack`; crosses: those of cross-attention. Raises
+        UsageError for a layer or head that was not read."""
+        stack = main_stack(self.lm.model) if stack is None else stack
+        found = [s for s in self._fired() if s.kind == "pattern" and s.stack == stack and s.crosses == crosses]
         chosen = [site for site in found if layer is None or site.layer == layer]
         if not chosen:
             have = ", ".join(str(site.layer) for site in found) or "none"
@@ -218,6 +230,27 @@ class Trace:
         seen = self.labels("encoder" if site.crosses else site.stack, row)[keys.start : keys.stop]
         assert site.layer is not None
         return Pattern(site.name, site.layer, head, values, deficit(values), queries, seen, first, keys.start)
+
+    def picture(
+        self,
+        layer: int | None = None,
+        head: int | None = None,
+        *,
+        row: int = 0,
+        stack: str | None = None,
+        crosses: bool = False,
+    ) -> "Picture":
+        """The patterns as a picture: of one head, of all heads of a layer, or of all layers; see `patterns`."""
+        from .pictures import Heads
+
+        found = self.patterns(layer, row=row, stack=stack, crosses=crosses)
+        first = min(one.first_key for one in found)
+        widest = max(found, key=lambda one: len(one.keys))
+        # Keys that a window has dropped have nothing.
+        padded = [mx.pad(one.values, [(0, 0), (0, 0), (one.first_key - first, 0)]) for one in found]
+        shown = {str(one.layer): numbers(values) for one, values in zip(found, padded, strict=True)}
+        picture = Heads("", shown, found[0].queries, widest.keys, notes=self.notes)
+        return picture if layer is None or head is None else picture.head(layer, head)
 
     def deficit(self, name: str) -> mx.array:
         """What each row of a pattern lacks of one, (B, H, L): the mass of a learned sink, if there is one."""

@@ -1,5 +1,7 @@
 """Attention: many heads, grouped heads, one head; and `attend`, the one place where scores become outputs."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -132,7 +134,8 @@ def attend(
     of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
     gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
 
-    Whoever sees the pattern may hold it against two more taps: `values` (v) and `fused`, what the fused path gives.
+    Whoever sees the pattern may hold it against two more taps: `values` (v) and `fused`, what the fused path gives, or
+    `repeated` where there is none.
     """
     for see in spectators():
         places = Places.plain(q.shape[2], k.shape[2]) if at is None else at
@@ -141,7 +144,8 @@ def attend(
         z = _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
         if wanted(module, "fused"):
             tap(module, "values", v)
-            tap(module, "fused", z if softcap is not None else fused(q, k, v, scale, mask, bias, sinks))
+            proof = fused if softcap is None else partial(repeated, softcap=softcap)
+            tap(module, "fused", proof(q, k, v, scale, mask, bias, sinks))
         return z
     return fused(q, k, v, scale, mask, bias, sinks)
 
@@ -163,6 +167,31 @@ def fused(
     sinks = None if sinks is None else sinks.astype(q.dtype)
     z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=added, sinks=sinks)
     return z if not isinstance(mask, mx.array) else mx.where(mask.any(axis=-1, keepdims=True), z, 0)
+
+
+def repeated(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    bias: mx.array | None,
+    sinks: mx.array | None,
+    softcap: float,
+) -> mx.array:
+    """Attention with a cap once more, by another way than its explicit twin, to hold that against: a copy of k and v
+    for each head, a mask that is added, a sink that is a key of its own; the arguments are those of `attend`."""
+    k, v = (mx.repeat(x, q.shape[1] // x.shape[1], axis=1).astype(mx.float32) for x in (k, v))
+    scores = softcap * mx.tanh(scale * (q.astype(mx.float32) @ k.swapaxes(2, 3)) / softcap)
+    scores = scores if bias is None else scores + bias
+    seen = booleans(mask, q, k)
+    scores = scores if seen is None else scores + mx.where(seen, 0, -mx.inf)
+    if sinks is not None:
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))], axis=-1)
+        v = mx.pad(v, [(0, 0), (0, 0), (0, 1), (0, 0)])
+    top = mx.maximum(scores.max(axis=-1, keepdims=True), -1e30)
+    weights = mx.exp(scores - top)
+    return weights @ v / mx.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
 
 def _explicit(
