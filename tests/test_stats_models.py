@@ -98,7 +98,7 @@ def test_absorbed_and_expanded_latents_have_the_same_statistics(
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-mha", "mistral-window", "gemma2", "gpt_oss", "llama4", "falcon-alibi", "bloom"]
+    "case", ["llama-mha", "mistral-window", "gemma2", "gpt_oss", "llama4", "falcon-alibi", "bloom", "deepseek_v3"]
 )
 def test_padding_in_front_is_not_counted(case: str) -> None:
     """A row of a batch that is padded by three has the statistics of its text alone, in one pass and in steps."""
@@ -157,6 +157,21 @@ def test_generating_adds_a_row_for_each_token(shakespeare: mt.LanguageModel) -> 
     agree(watch, whole)
     assert watch.spans == (*spans.names, "(after)")
     assert (watch[2].mass[0, :, len(tokens) :, -1] > 0).all() and not watch[2].mass[0, :, : len(tokens), -1].any()
+
+
+def test_a_span_map_tells_where_each_written_token_was_read_from(shakespeare: mt.LanguageModel) -> None:
+    tokens = shakespeare.tokens("ROMEO:\nWhat light is this?")
+    watch = inspect.stats(mass=tokens.spans(every=4), keep=6)
+    made = shakespeare.generate(tokens, max_tokens=5, stop_at_end=False, watch=watch)
+    texts = [step.text for step in made]
+    drawn = watch.span_map(texts, first=len(tokens) - 1)
+    assert (list(drawn.rows), list(drawn.columns)) == ([*watch.spans], texts)
+    assert gap(mx.array(drawn.values.sum(axis=0)), np.ones(5)) < 1e-5
+    assert drawn.values[-1, 0] == 0 and (drawn.values[-1, 1:] > 0).all()  # what was written counts from the second on
+    by_hand = np.mean([watch[i].mass[0, :, -5:].mean(axis=0) for i in range(5)], axis=0).T
+    assert gap(mx.array(drawn.values), by_hand) < 1e-6
+    with pytest.raises(UsageError, match="rows from 2 on for 5 tokens are not kept, but"):
+        watch.span_map(texts, first=2)
 
 
 def test_a_prompt_that_is_read_in_chunks_is_watched_as_one(
