@@ -15,7 +15,7 @@ from mlx_tformer.errors import UsageError
 from mlx_tformer.generation import decode
 from mlx_tformer.generation.sampling import Sampler, Sampling
 from mlx_tformer.inspect import Wants, statistics_of
-from mlx_tformer.nn import LM, Call, Module, Places, attend, attention, latent, spectate
+from mlx_tformer.nn import LM, Call, Context, Module, Places, attend, attention, latent, spectate
 from mlx_tformer.tokens import Spans, Tokens
 
 ATTENDING = [case for case in CASES if attentions(golden(case))]
@@ -138,6 +138,17 @@ def test_statistics_of_an_encoder_are_those_of_its_patterns(case: str) -> None:
         for name in wanted.keys() & set(VALUES):
             scale = max(1.0, float(mx.abs(wanted[name]).max().item()))
             assert gap(mx.array(getattr(watch[path], name)), wanted[name]) < 1e-5 * scale, (path, name)
+
+
+def test_the_sink_of_smollm2_is_where_it_is_known_to_be(smollm2: mt.LanguageModel) -> None:
+    """Head 18.8 looks at the first token alone, and all heads together give it about two fifths of their weight."""
+    said = mx.random.randint(100, 49000, (1, 64), key=mx.random.key(0))
+    ids = mx.concatenate([mx.array([[1]]), said, said], axis=1)
+    with inspect.stats(mass=Spans(("first", "rest"), (0, *[1] * 128))) as watch:
+        smollm2(ids)
+    first = np.stack([watch[i].mass[0, :, 1:, 0].mean(axis=-1) for i in range(30)])  # (layers, heads)
+    assert first[18, 8] > 0.99 and 0.36 < first.mean() < 0.44
+    assert watch[18].entropy[0, 8].mean() < 0.05
 
 
 # --- generation ---
@@ -316,6 +327,19 @@ def test_a_batch_that_changes_within_a_text_is_refused() -> None:
         with pytest.raises(UsageError, match="found a batch of 2 after one of 1"):
             model(mx.concatenate([ids, ids])[:, 9:], caches[0])
     assert watch[0].seen == 9
+
+
+def test_looking_across_at_another_text_counts_its_keys_from_its_beginning() -> None:
+    """A decoder's step looks at all of what an encoder made, whatever its own place."""
+    q, k = (mx.random.normal((1, 2, n, 8), key=mx.random.key(n)) for n in (5, 9))
+    with watching() as whole, seen("*.pattern") as found:
+        attend(Module(), q, k, k, scale=1.0, at=Context(0, 5).places(9, across=True))
+    with watching() as steps:
+        for i in range(5):
+            attend(Module(), q[:, :, i : i + 1], k, k, scale=1.0, at=Context(i, 1).places(9, across=True))
+    agree(steps, whole)
+    assert np.array_equal(whole[""].peak, np.argmax(np.array(found[".pattern"]), axis=-1))
+    assert whole[""].queries.tolist() == [[0, 1, 2, 3, 4]] and whole[""].received.shape == (1, 2, 9)
 
 
 # --- nothing when off ---

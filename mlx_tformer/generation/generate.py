@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..nn import Cache
 from .decode import Decoder
 from .sampling import Sampler, Sampling
 from .stopping import StopStrings
@@ -114,7 +115,8 @@ def generate(
     stats = Stats(prompt_tokens=len(ids))
     decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + limit)
     end_ids = lm.end_ids if stop_at_end else frozenset()
-    return Generation(_steps(lm, decoder, limit, StopStrings(stop), end_ids, stats, watch), ids, stats)
+    chosen = decoder if watch is None else Watched(decoder, watch)
+    return Generation(_steps(lm, chosen, limit, StopStrings(stop), end_ids, stats), ids, stats)
 
 
 def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
@@ -138,19 +140,40 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     return ids
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A decoder with a `watch` that is entered while a token is made, and left while the caller has it."""
+
+    decoder: Decoder
+    watch: AbstractContextManager[object]
+
+    @property
+    def cache(self) -> Cache:
+        """What the decoder remembers."""
+        return self.decoder.cache
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        tokens = iter(self.decoder)
+        while True:
+            with self.watch:
+                made = next(tokens, None)
+            if made is None:
+                return
+            yield made
+
+
 def _steps(
     lm: "LanguageModel",
-    decoder: Decoder,
+    decoder: "Decoder | Watched",
     limit: int,
     stop: StopStrings,
     end_ids: frozenset[int],
     stats: Stats,
-    watch: AbstractContextManager[object] | None,
 ) -> Iterator[Step]:
     stream = None if lm.tokenizer is None else lm.tokenizer.stream()
     mx.reset_peak_memory()
     begun = time.perf_counter()
-    for token, logprob in _inside(nullcontext() if watch is None else watch, decoder):
+    for token, logprob in decoder:
         stats.tokens += 1
         stats.seconds = time.perf_counter() - begun
         if stats.tokens == 1:
@@ -166,14 +189,3 @@ def _steps(
         yield Step(text, token, logprob, finish)
         if finish is not None:
             return
-
-
-def _inside(watch: AbstractContextManager[object], decoder: Decoder) -> Iterator[tuple[int, float]]:
-    """The decoder's tokens, with `watch` entered while they are made and left while the caller has them."""
-    tokens = iter(decoder)
-    while True:
-        with watch:
-            made = next(tokens, None)
-        if made is None:
-            return
-        yield made
