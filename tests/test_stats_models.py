@@ -243,15 +243,22 @@ def test_what_is_kept_is_bounded() -> None:
     assert watch[""].queries.tolist() == [list(range(183, 199))] and watch.nbytes <= 2 * 16 * row
 
 
-def test_a_part_that_is_read_again_replaces_its_rows() -> None:
+@pytest.mark.parametrize("keep", [3, 8, 4096])
+def test_a_part_that_is_read_again_replaces_its_rows(keep: int) -> None:
+    """Also the part of it that is no longer kept."""
     model, ids = golden("llama-mha"), ids_of("llama-mha")
     other = mx.roll(ids, 5, axis=1)
-    watch, cache = inspect.stats(), model.new_cache(24)
+    watch, cache = inspect.stats(keep=keep), model.new_cache(24)
     with watch:
-        model(mx.concatenate([ids[:, :10], other[:, 10:16]], axis=1), cache)
+        for chunk in (ids[:, :10], *mx.split(other[:, 10:16], 6, axis=1)):
+            model(chunk, cache)
         cache.trim(6)
-        model(ids[:, 10:], cache)
-    with inspect.stats() as whole:
+        model(ids[:, 10:12], cache)
+        kept = watch[1].queries[0].tolist()
+        assert kept == list(range(12 - len(kept), 12))
+        assert watch[1].seen == 12
+        model(ids[:, 12:], cache)
+    with inspect.stats(keep=keep) as whole:
         model(ids)
     assert np.array_equal(watch[1].queries, whole[1].queries) and watch[1].seen == 24
     assert gap(mx.array(watch[1].entropy), whole[1].entropy) < 1e-5
