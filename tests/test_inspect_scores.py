@@ -219,7 +219,7 @@ def test_flow_is_what_the_narrowest_cut_lets_through() -> None:
 
 
 def test_flow_goes_back_where_a_first_path_was_wrong() -> None:
-    graph = {0: {1: 1.0, 2: 1.0}, 1: {3: 1.0, 4: 1.0}, 2: {3: 1.0}, 3: {5: 1.0}, 4: {5: 1.0}, 5: {}}
+    graph = {0: {2: 1.0, 1: 1.0}, 1: {4: 1.0, 3: 1.0}, 2: {3: 1.0}, 3: {5: 1.0}, 4: {5: 1.0}, 5: {}}
     assert most(graph, 0, 5) == 2.0 and most(graph, 5, 0) == 0.0
 
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import mlx.nn as nn
 
 from ..errors import UsageError
-from ..nn import Block, Experts, GatedMlp, Mamba2, Mixture, Module, Parallel, Router
+from ..nn import Block, Experts, GatedMlp, Mixture, Module, Parallel, Router
 from ..nn.ssm import StateSpace
 
 LENS = {
@@ -168,10 +168,10 @@ def _axes(module: Module, name: str) -> tuple[int | None, int | None, int | None
     """The axes of heads, tokens and keys, and how many axes there are."""
     if name in ("slots", "left"):
         return None, None, None, None
-    if "pattern" in module.sites:
+    if isinstance(module, StateSpace):  # whose hidden state is by head, or by feature
+        return 2 if len(module.hidden_shape) == 3 and name != "z" else None, 1, None, None
+    if "q" in module.sites:
         return ATTENTION[name]
-    if isinstance(module, StateSpace):
-        return 2 if isinstance(module, Mamba2) and name != "z" else None, 1, None, None
     if isinstance(module, Router | Experts | Mixture):
         return None, 1, None, 3 if isinstance(module, Router) else 4
     return None, 1, None, 2 if name == "ids" else 3
