@@ -200,7 +200,8 @@ class LayerStatistics:
 
     @property
     def received(self) -> "np.ndarray":
-        """What each key was given by all queries together, dropped ones too, (B, H, keys)."""
+        """What each key was given by all queries together, (B, H, keys): dropped ones too, and twice by a part of a
+        text that was read again."""
         return self._read("received")
 
     def _read(self, name: str) -> "np.ndarray":

@@ -36,8 +36,10 @@ def stats(
     received: what each key is given by all queries. layers: numbers, or a glob over the paths of attention modules.
     keep: rows of queries that are kept of each layer, the last ones.
 
-    Use it around calls, or hand it to `generate`. With `entropy=False` and no `top`, what is left is taken by
-    value probes. Raises UsageError for numbers that cannot be meant.
+    Use it around calls, or hand it to `generate`. Statistics follow from queries and keys: edits of these are in them,
+    edits of scores and patterns are not. Those of a model with packed weights are the packed model's. Where neither
+    entropy, top nor received is wanted, a GPU takes the rest by value probes, through its fused kernel. Raises
+    UsageError for numbers that cannot be meant.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
