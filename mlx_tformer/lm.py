@@ -32,13 +32,14 @@ class LanguageModel:
     notes: list[str] = field(default_factory=list)
 
     def __call__(
-        self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None
+        self, ids: mx.array | Sequence[int], cache: Cache | None = None, *, attention_mask: mx.array | None = None
     ) -> mx.array:
         """Logits (B, L, V) of the next token after each of `ids` (B, L), which follow what `cache` remembers.
 
-        `attention_mask` (B, L) is 0 at padding in front of a text. Raises UsageError for ids that the model does
-        not have.
+        A list of ids, or what `tokens` gives, is a batch of one. `attention_mask` (B, L) is 0 at padding in front of a
+        text. Raises UsageError for ids that the model does not have.
         """
+        ids = as_batch(ids)
         check_ids(ids, self.vocab)
         return self.model(ids, cache, attention_mask=attention_mask)
 
@@ -102,6 +103,11 @@ class LanguageModel:
         if self.tokenizer is None:
             raise UsageError(f"{self.origin} has no tokenizer; give ids instead of text")
         return self.tokenizer
+
+
+def as_batch(ids: mx.array | Sequence[int]) -> mx.array:
+    """Ids as a model takes them, (B, L): a list of them is one text."""
+    return ids if isinstance(ids, mx.array) else mx.array([list(ids)])
 
 
 def check_ids(ids: mx.array, vocab: int) -> None:

@@ -1,6 +1,9 @@
-"""Text from a model: sampling, the token loop, stopping, searching, batches, scoring and conversations. Read in this
-order: `settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `decode`, `generate`, `prompt_cache`,
-`rules`, `beam`, `conditioned`, `batch`, `scoring`, `reasoning`, `conversation`."""
+"""Text from a model: sampling, the token loop, stopping, speculation, searching, batches, scoring, conversations.
+
+Read in this order: `settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `decode`, `drafts`,
+`speculate`, `generate`, `prompt_cache`, `rules`, `beam`, `conditioned`, `batch`, `scoring`, `reasoning`,
+`conversation`.
+"""
 
 from .batch import Result, batch
 from .beam import Search

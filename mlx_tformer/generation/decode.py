@@ -76,7 +76,7 @@ class Decoder:
         current = self.begin()
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
-                yield self._take(current)
+                yield self.take(current)
                 self.cache = self.model.new_cache(self.planned, self.how)
                 current = self.begin()
                 continue
@@ -84,11 +84,11 @@ class Decoder:
             logits = self.model(current.token[:, None], self.cache)[:, -1]
             self.whole = True
             following = self._sample(logits)
-            yield self._take(current)
+            yield self.take(current)
             current = following
             if len(self.ids) % CHUNK == 0:
                 mx.clear_cache()
-        yield self._take(current)
+        yield self.take(current)
 
     @property
     def steady(self) -> bool:
@@ -104,18 +104,18 @@ class Decoder:
         ids, known, self.whole = mx.array([self.ids]), self.cache.length, False
         last = known + (len(self.ids) - known - 1) // CHUNK * CHUNK
         for start in range(known, last, CHUNK):
-            self._score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
+            self.score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
             mx.eval(self.cache.arrays)
             mx.clear_cache()
         hidden = self.model.hidden(ids[:, last:], self.cache)
-        self._score(hidden)
+        self.score(hidden)
         logits = self.model.logits(hidden[:, -1])
         mx.eval(logits)
         mx.clear_cache()
         self.whole = True
         return logits
 
-    def _score(self, hidden: mx.array) -> None:
+    def score(self, hidden: mx.array) -> None:
         """Tell what the model thought of the tokens of the prompt, once."""
         if self.scores is not None and not self.scores.complete:
             self.scores.read(self.model, hidden)
@@ -125,7 +125,7 @@ class Decoder:
         mx.async_eval(*chosen)
         return chosen
 
-    def _take(self, chosen: Chosen) -> tuple[int, float, Top]:
+    def take(self, chosen: Chosen) -> tuple[int, float, Top]:
         """Wait for a token and append it to the text."""
         token, logprob = chosen.token.item(), chosen.logprob.item()
         assert isinstance(token, int) and isinstance(logprob, float)

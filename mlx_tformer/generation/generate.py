@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
@@ -12,9 +13,11 @@ from ..memory import check_fits
 from ..nn import Cache, Keeping
 from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
+from .drafts import draft_for
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
 from .settings import Encode, sampling_of
+from .speculate import MOST, Speculation, Speculator
 from .stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ class Stats:
     seconds: float = 0.0
     cache_bytes: int = 0
     peak_bytes: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    """How well guesses did, if there were any."""
 
     @property
     def prompt_rate(self) -> float:
@@ -106,6 +111,9 @@ def generate(
     stop_at_end: bool = True,
     logprobs: int = 0,
     prompt_logprobs: bool = False,
+    watch: AbstractContextManager[object] | None = None,
+    draft: "str | LanguageModel | None" = None,
+    draft_tokens: int = MOST,
     kv_bits: int | None = None,
     kv_start: int = 0,
     kv_size: int | None = None,
@@ -118,8 +126,13 @@ def generate(
     sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
     stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
     how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
-    model thought of the prompt. kv_bits, kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what
-    earlier generations have read, of which the common beginning is not read again, and which learns this one.
+    model thought of the prompt. watch: what to look with while the model runs, and only then, such as
+    `inspect.stats()`; it is entered for each step. The model is one token ahead, so that what it did with a token is
+    seen by the time the token comes, unless it is the last. draft: guess tokens that the model then checks several at a
+    time: "lookup" in the text itself, "ahead" with the model's own module for that, or another model with the same
+    tokens; up to `draft_tokens` at a time. The text is as likely as without, and the same at temperature 0. kv_bits,
+    kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what earlier generations have read, of
+    which the common beginning is not read again, and which learns this one.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context; MemoryRefusal, before anything is read, where the cache does not
@@ -143,7 +156,14 @@ def generate(
     planned = len(ids) + transcript.limit
     decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
     stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
-    return Generation(_learning(decoder, transcript, stats, memory), ids, stats, scores)
+    chosen: Chosen = decoder
+    if draft is not None:
+        kind = draft if isinstance(draft, str) else draft.model
+        guesses = draft_for(kind, lm.model, sampler, planned, draft_tokens)
+        if decoder.steady:
+            chosen = Speculator(decoder, lm.model, sampler, guesses, draft_tokens, stats.speculation)
+    made = steps(chosen, transcript, stats, watch)
+    return Generation(_learning(made, decoder, memory), ids, stats, scores)
 
 
 def transcript_of(
@@ -216,7 +236,8 @@ def checked_ids(lm: Reader, prompt: Prompt) -> list[int]:
 class Chosen(Protocol):
     """What gives ids, their log-probabilities and the likeliest ids in their place one by one, and has a cache."""
 
-    cache: Cache
+    @property
+    def cache(self) -> Cache: ...
 
     def __iter__(self) -> Iterator[tuple[int, float, Top]]: ...
 
@@ -247,19 +268,22 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
-def _learning(decoder: Decoder, transcript: Transcript, stats: Stats, memory: "PromptCache | None") -> Generator[Step]:
+def _learning(made: Generator[Step], decoder: Decoder, memory: "PromptCache | None") -> Generator[Step]:
+    """The steps; when they end, or when nobody wants more, the memory learns what was read."""
     try:
-        yield from steps(decoder, transcript, stats)
+        yield from made
     finally:
         if memory is not None:
             memory.learn(decoder.ids, decoder.cache if decoder.whole else None)
 
 
-def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Generator[Step]:
+def steps(
+    decoder: Chosen, transcript: Transcript, stats: Stats, watch: AbstractContextManager[object] | None = None
+) -> Generator[Step]:
     """The tokens of a decoder as steps with their text, up to where it ends."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
-    for token, logprob, top in decoder:
+    for token, logprob, top in _inside(nullcontext() if watch is None else watch, decoder):
         stats.tokens += 1
         stats.seconds = time.perf_counter() - begun
         if stats.tokens == 1:
@@ -269,3 +293,14 @@ def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Generator[St
         yield step
         if step.finish is not None:
             return
+
+
+def _inside(watch: AbstractContextManager[object], decoder: Chosen) -> Iterator[tuple[int, float, Top]]:
+    """The decoder's tokens, with `watch` entered while they are made and left while the caller has them."""
+    tokens = iter(decoder)
+    while True:
+        with watch:
+            made = next(tokens, None)
+        if made is None:
+            return
+        yield made

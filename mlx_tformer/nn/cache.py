@@ -21,6 +21,8 @@ class State(ABC):
 
     length: int = 0
     """Tokens seen, forgotten ones included."""
+    rewinds: ClassVar[bool] = True
+    """Whether `trim` can take back the tokens of the last call."""
     saved: ClassVar[tuple[str, ...]] = ("length",)
     """Attributes that a file keeps: arrays, lists of them, and whole numbers."""
 
@@ -315,6 +317,11 @@ class Cache:
     def arrays(self) -> list[mx.array]:
         """Everything that is remembered."""
         return [array for state in self.states.values() for array in state.arrays]
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether `trim` can take back the tokens of the last call."""
+        return all(state.rewinds for state in self.states.values())
 
     def fork(self) -> "Cache":
         """A cache that remembers the same and goes on by itself; what both have in common is in memory once, until one

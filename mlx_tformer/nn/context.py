@@ -9,6 +9,8 @@ from .cache import Cache, State
 from .keeping import WHOLE
 from .mask import Mask, Recent, visible, visible_apart, window_of
 from .position import Position
+from .spectator import Places, spectators
+from .tap import watching
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Context:
     """Where the memory is text and not padding, (B, S) booleans; None: everywhere."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
     _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
+    _places: dict[tuple[int, bool], Places] = field(default_factory=dict)
 
     @classmethod
     def alone(cls, x: mx.array, memory: mx.array | None = None) -> "Context":
@@ -79,6 +82,8 @@ class Context:
             raise UsageError("kv_keep: the first tokens of a padded batch cannot be kept; leave it out")
         if not last.start:  # nothing has been dropped
             return visible(mask, queries, last)
+        if watching() or spectators():
+            raise UsageError("kv_keep: keys with a gap between them cannot be watched; leave it out")
         return visible_apart(mask, queries, how.keep, range(last.start + how.keep, last.stop))
 
     def bias(self, position: Position, keys: int) -> mx.array | None:
@@ -88,6 +93,17 @@ class Context:
         if at not in self._biases:
             self._biases[at] = position.bias(*self._ranges(keys), self.left)
         return self._biases[at]
+
+    def places(self, keys: int, *, across: bool = False) -> Places:
+        """Where the new tokens and the last `keys` ones stand, for those who watch; layers share the answer.
+
+        across: the keys are those of another text, all of it.
+        """
+        at = (keys, across)
+        if at not in self._places:
+            new, old = self._ranges(keys)
+            self._places[at] = Places(new, range(keys), self.left) if across else Places(new, old, self.left, self.left)
+        return self._places[at]
 
     def _ranges(self, keys: int) -> tuple[range, range]:
         """Positions of the new tokens and of the last `keys` ones."""

@@ -42,6 +42,8 @@ class Seq2Seq(Module):
     (1, 2, 100)
     """
 
+    sites = ("logits",)
+
     def __init__(
         self,
         embed: Embed,
