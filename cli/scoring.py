@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .options import together
+from .options import KEEPING, GroupedCommand, cache_options, together
 from .progress import progress_bar
 from .terminal import Writer, decoded, note, write_json
 
 if TYPE_CHECKING:
     from mlx_tformer import LanguageModel
+    from mlx_tformer.nn import Keeping
 
 F = TypeVar("F", bound=Callable[..., Any])
 shared = together(
@@ -28,10 +29,11 @@ shared = together(
 )
 
 
-@click.command("perplexity", short_help="Measure how well a model predicts a text.")
+@click.command("perplexity", cls=GroupedCommand, short_help="Measure how well a model predicts a text.")
 @click.argument("model")
 @click.argument("file")
 @shared
+@cache_options
 def perplexity(model: str, file: str, window: int | None, stride: int | None, as_json: bool, **options: Any) -> None:
     """Measure how well MODEL predicts the text in FILE (-: standard input): perplexity, and bits per byte, which can be
     compared between models with different tokenizers.
@@ -50,7 +52,7 @@ def perplexity(model: str, file: str, window: int | None, stride: int | None, as
     lm = loaded(model, options["dtype"], options["revision"])
     ids = beginning(lm, text, options["tokens"])
     with progress_bar("reading", "tokens") as progress:
-        found = measure(lm, ids, window=window, stride=stride, progress=progress)
+        found = measure(lm, ids, window=window, stride=stride, progress=progress, how=keeping(options))
     if as_json:
         write_json({"model": lm.origin, "file": file, **found.to_dict()})
         return
@@ -62,11 +64,12 @@ def perplexity(model: str, file: str, window: int | None, stride: int | None, as
         out.write("\n".join(lines))
 
 
-@click.command("compare", short_help="Measure how far two models' predictions are apart.")
+@click.command("compare", cls=GroupedCommand, short_help="Measure how far two models' predictions are apart.")
 @click.argument("a")
 @click.argument("b")
 @click.argument("file")
 @shared
+@cache_options
 def compare(a: str, b: str, file: str, window: int | None, stride: int | None, as_json: bool, **options: Any) -> None:
     """Measure how far the predictions of model B are from those of model A on the text in FILE (-: standard input):
     what a quantization costs.
@@ -74,9 +77,11 @@ def compare(a: str, b: str, file: str, window: int | None, stride: int | None, a
     \b
     Examples:
       mlx-tformer compare HuggingFaceTB/SmolLM2-135M-Instruct weights/4bit book.txt --tokens 2000
+      mlx-tformer compare weights/4bit weights/4bit book.txt --kv-bits 4
 
     Shown are the KL divergence of the next-token distributions in nats, mean and largest, how often both find the same
-    token most likely, and the perplexity of both. Both models are in memory at once. --revision is that of A.
+    token most likely, and the perplexity of both. Both models are in memory at once. --revision is that of A. The cache
+    options are for B, so that A and B may be the same model: what a packed cache costs.
     """
     from mlx_tformer.generation import compare as measure
 
@@ -85,7 +90,7 @@ def compare(a: str, b: str, file: str, window: int | None, stride: int | None, a
     second = loaded(b, options["dtype"], None, beside=first)
     ids = beginning(first, text, options["tokens"])
     with progress_bar("reading", "tokens") as progress:
-        found = measure(first, second, ids, window=window, stride=stride, progress=progress)
+        found = measure(first, second, ids, window=window, stride=stride, progress=progress, how=keeping(options))
     if as_json:
         write_json({"file": file, **found.to_dict()})
         return
@@ -96,6 +101,13 @@ def compare(a: str, b: str, file: str, window: int | None, stride: int | None, a
     ]
     with Writer() as out:
         out.write("\n".join(lines))
+
+
+def keeping(options: dict[str, Any]) -> "Keeping":
+    """What the cache keeps."""
+    from mlx_tformer.nn import Keeping
+
+    return Keeping(*(options[name] for name in KEEPING))
 
 
 def read(file: str, encoding: str) -> str:

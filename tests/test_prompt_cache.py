@@ -1,6 +1,7 @@
 """What was read need not be read again: between generations, and from files."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,6 +9,8 @@ import pytest
 from checkpoints import files_in, refusal
 from cli_models import error_line, invoke, speaking
 from helpers import GOLDEN
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mlx_tformer as mt
 from mlx_tformer.errors import BadInput, InputOutputError, UsageError
@@ -62,6 +65,26 @@ def test_only_what_differs_is_read_where_the_end_can_be_forgotten(case: str, rea
     read.clear()
     assert written(lm, other, memory) == wanted
     assert read[0] == reads
+
+
+@pytest.mark.parametrize("case", SIX)
+@settings(max_examples=6)
+@given(parts=st.lists(st.integers(1, 12), min_size=1, max_size=4), kind=st.sampled_from(["whole", "bounded"]))
+def test_however_a_text_grew_it_goes_on_the_same(case: str, parts: list[int], kind: str) -> None:
+    lm, memory = mt.load(GOLDEN / case, dtype="float32"), PromptCache()
+    text = [7 * i % 60 for i in range(sum(parts))]
+    for at in accumulate(parts):
+        assert written(lm, text[:at], memory, **KINDS[kind]) == written(lm, text[:at], **KINDS[kind])
+
+
+def test_a_setting_that_is_refused_costs_nothing(read: list[int]) -> None:
+    lm, memory = loaded("qwen3"), PromptCache()
+    written(lm, IDS, memory)
+    with pytest.raises(UsageError, match="top_p"):
+        lm.generate(IDS, top_p=7, memory=memory)
+    read.clear()
+    written(lm, IDS, memory)
+    assert read[0] == 1
 
 
 def test_the_same_text_again_reads_one_token(read: list[int]) -> None:

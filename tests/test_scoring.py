@@ -17,6 +17,7 @@ import mlx_tformer as mt
 from mlx_tformer.errors import MlxTformerError, UsageError
 from mlx_tformer.generation import compare, decode, perplexity
 from mlx_tformer.generation.scoring import windows
+from mlx_tformer.nn import Keeping
 
 IDS = [5, 11, 2, 7, 40, 3, 9, 1, 22, 8, 30, 4, 17]
 
@@ -168,6 +169,20 @@ def test_a_quantization_has_a_price(model: Path, tmp_path: Path) -> None:
     assert 0 < told["mean_kl"] < 0.5 and told["tokens"] == 9
     shown = invoke("compare", str(model), str(model), text_file(tmp_path)).stdout
     assert "mean KL divergence: 0 nats" in shown and "same most likely token: 100.0 %" in shown
+
+
+def test_a_packed_or_bounded_cache_has_a_price(model: Path, tmp_path: Path) -> None:
+    lm, ids = mt.load(GOLDEN / "qwen3", dtype="float32"), list(IDS)
+    kl = [
+        compare(lm, lm, ids, how=how).mean_kl for how in (Keeping(), Keeping(bits=8), Keeping(bits=4), Keeping(size=4))
+    ]
+    assert kl == sorted(kl) and kl[0] == 0 < kl[1]
+    assert perplexity(lm, ids, how=Keeping(bits=4)).logprob != perplexity(lm, ids).logprob
+    told = [
+        json.loads(invoke(*command, text_file(tmp_path), "--kv-bits", "4", "--json").stdout)
+        for command in (["compare", str(model), str(model)], ["perplexity", str(model)])
+    ]
+    assert told[0]["mean_kl"] > 0 and told[0]["perplexity_b"] == pytest.approx(told[1]["perplexity"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

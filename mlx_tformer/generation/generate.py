@@ -151,8 +151,8 @@ def generate(
     how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
-    given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     sampler = sampler_for(lm, ids, sampling, logprobs)
+    given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     planned = len(ids) + transcript.limit
     decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
     stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)

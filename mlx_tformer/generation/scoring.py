@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import LM
+from ..nn import LM, WHOLE, Keeping
 from . import decode
 from .generate import Prompt, checked_ids
 from .scores import ROWS, PromptScores, TokenScore
@@ -70,8 +70,8 @@ def _whole(lm: "LanguageModel", text: Prompt) -> list[int]:
     return ids
 
 
-def _scored(lm: "LanguageModel", ids: list[int], top: int) -> list[TokenScore]:
-    scores, cache = PromptScores(ids, top), lm.new_cache(len(ids))
+def _scored(lm: "LanguageModel", ids: list[int], top: int, how: Keeping = WHOLE) -> list[TokenScore]:
+    scores, cache = PromptScores(ids, top), lm.new_cache(len(ids), how)
     for start in range(0, len(ids), decode.CHUNK):
         scores.read(lm.model, lm.model.hidden(mx.array([ids[start : start + decode.CHUNK]]), cache))
         mx.eval(cache.arrays)
@@ -137,18 +137,19 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     progress: Advance | None = None,
+    how: Keeping = WHOLE,
 ) -> Perplexity:
     """How well the model predicts a text of any length.
 
     window: tokens that are read at once (None: the context, at most `WINDOW`). stride: how far windows are apart (None:
-    half a window); the tokens that two have in common count in the first. Raises UsageError for a text of less than two
-    tokens, and for a window or stride that cannot be.
+    half a window); the tokens that two have in common count in the first. how: what the cache keeps. Raises UsageError
+    for a text of less than two tokens, and for a window or stride that cannot be.
     """
     ids = checked_ids(lm, text)
     size, step = window_settings(lm, ids, window, stride)
     total, count = 0.0, 0
     for part in windows(len(ids), size, step):
-        found = _scored(lm, ids[part.start : part.stop], 0)[part.scored - part.start :]
+        found = _scored(lm, ids[part.start : part.stop], 0, how)[part.scored - part.start :]
         total += math.fsum(token.logprob for token in found if token.logprob is not None)
         count += len(found)
         if progress is not None:
@@ -216,10 +217,12 @@ def compare(
     window: int | None = None,
     stride: int | None = None,
     progress: Advance | None = None,
+    how: Keeping = WHOLE,
 ) -> Comparison:
     """How far what `b` predicts of a text is from what `a` does; both read the ids that a's tokenizer makes.
 
-    window, stride: as for `perplexity`. Raises UsageError for models with different vocabularies.
+    window, stride: as for `perplexity`. how: what the cache of `b` keeps, so that with the same model twice it is the
+    cost of a packed or bounded cache. Raises UsageError for models with different vocabularies.
     """
     if a.vocab != b.vocab:
         raise UsageError(f"b: it knows {b.vocab} ids, and a knows {a.vocab}: they cannot be compared")
@@ -227,7 +230,7 @@ def compare(
     size, step = window_settings(min(a, b, key=lambda lm: lm.context), ids, window, stride)
     sums = _Sums()
     for part in windows(len(ids), size, step):
-        _compare_window(a.model, b.model, ids[part.start : part.stop], part.scored - part.start, sums)
+        _compare_window(a.model, b.model, ids[part.start : part.stop], part.scored - part.start, sums, how)
         if progress is not None:
             progress(sums.count, len(ids) - 1)
     count = sums.count
@@ -235,9 +238,9 @@ def compare(
     return Comparison(a.origin, b.origin, count, sums.kl / count, sums.largest, sums.same / count, *perplexities)
 
 
-def _compare_window(a: LM, b: LM, ids: list[int], scored: int, sums: _Sums) -> None:
+def _compare_window(a: LM, b: LM, ids: list[int], scored: int, sums: _Sums, how: Keeping) -> None:
     """Add up the positions of a window that predict its tokens from `scored` on."""
-    caches = [model.new_cache(len(ids)) for model in (a, b)]
+    caches = [a.new_cache(len(ids)), b.new_cache(len(ids), how)]
     for start in range(0, len(ids) - 1, decode.CHUNK):
         chunk = mx.array([ids[start : min(start + decode.CHUNK, len(ids) - 1)]])
         hidden = [model.hidden(chunk, cache) for model, cache in zip((a, b), caches, strict=True)]
