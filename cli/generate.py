@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
+LENGTH = 256
+"""Tokens of a text where neither the caller nor the model says how many."""
 TEXTS = ("logit_bias", "bad_words")
 SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 
@@ -31,7 +33,13 @@ SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub.")
 @click.option("--system", metavar="TEXT", help="System message, for a model with a chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("-n", "--max-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="Stop after N tokens (256; T5, BART and others: what the model says).",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; can be given several times.")
 @click.option(
     "--beams", type=int, metavar="N", help="Search for the likeliest text with N beams (T5, BART and others)."
@@ -85,7 +93,7 @@ class Request:
     revision: str | None
     system: str | None
     raw: bool
-    max_tokens: int
+    max_tokens: int | None
     stop: tuple[str, ...]
     beams: int | None
     length_penalty: float | None
@@ -111,10 +119,11 @@ def generate(asked: Request) -> None:
     settings = sampling(lm, asked) | searching(lm, asked)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
-    check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
+    limit = longest(lm) if asked.max_tokens is None else asked.max_tokens
+    check_fits(lm.model, tokens=max(0, min(len(ids) + limit, lm.context)), dtype=lm.dtype)
     told = {name: value for name in ("logprobs", "prompt_logprobs") if (value := vars(asked)[name])}
     with bounded_cache(FREED), wired(asked.wired):
-        generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **told, **settings)
+        generation = lm.generate(ids, max_tokens=limit, stop=asked.stop, **told, **settings)
         for line in lm.notes:
             note(line)
         try:
@@ -124,6 +133,13 @@ def generate(asked: Request) -> None:
                 print_stats(generation)
     if generation.finish == "length":
         why_it_ended(lm, generation, chat)
+
+
+def longest(lm: "Model") -> int:
+    """Tokens of a text where `--max-tokens` is not given."""
+    from mlx_tformer import Seq2SeqModel
+
+    return (lm.recommended_length if isinstance(lm, Seq2SeqModel) else None) or LENGTH
 
 
 def prompt_text(prompt: str | None) -> str:
