@@ -208,6 +208,22 @@ def test_configs_that_cannot_be_followed_are_refused(settings: dict[str, Any], m
         _ = model.rules, model.recommended_search
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_no_sequence_of_tokens_comes_that_is_there_already(n: int) -> None:
+    texts = mx.random.randint(0, 3, (4, 14), key=mx.random.key(n))
+    source = (0, 1, 2, 2, 1)
+    for length in range(1, 14):
+        ids = texts[:, :length]
+        same = Rules(0, ngram=n).apply(mx.zeros((4, 3)), ids, limit=99).tolist()
+        theirs = Rules(0, source_ngram=n, source=source).apply(mx.zeros((4, 3)), ids, limit=99).tolist()
+        for row, text in enumerate(ids.tolist()):
+            for token in range(3):
+                for found, of in ((same, text), (theirs, list(source))):
+                    there = {tuple(of[i : i + n]) for i in range(len(of) - n + 1)}
+                    new = (*text[len(text) - n + 1 :], token) if length >= n - 1 else ()
+                    assert (found[row][token] == -math.inf) == (new in there)
+
+
 def test_the_length_is_the_callers_else_what_the_config_says() -> None:
     def length(settings: dict[str, Any], **given: int) -> int:
         model = ruled("bart", **settings)

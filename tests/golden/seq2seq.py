@@ -216,14 +216,15 @@ RULED: list[Settings] = [
 ]
 REPEATING: list[Settings] = [
     {"num_beams": 1, "no_repeat_ngram_size": 1},
-    {"num_beams": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 1.4},
+    {"num_beams": 3, "no_repeat_ngram_size": 2},
     {"num_beams": 1, "repetition_penalty": 1.8},
+    {"num_beams": 2, "repetition_penalty": 1.4, "min_length": 6},
     {"num_beams": 2, "encoder_no_repeat_ngram_size": 1, "exponential_decay_length_penalty": [3, 1.3]},
     {"num_beams": 1, "encoder_no_repeat_ngram_size": 2, "min_new_tokens": 5, "suppress_tokens": [4, 9]},
 ]
 """Rules about what stands there already."""
 WORDS: list[Settings] = [{"num_beams": 1}, {"num_beams": 3}]
-"""Searches in which what the greedy text has as tokens 1 to 3 is kept out, and its first token from the beginning."""
+"""Searches in which tokens 2 and 3 of the greedy text are kept out; with beams its first one from the beginning too."""
 BEAMED = ("t5", "bart", "marian", "mbart", "switch-full", "marian-apart")
 
 
@@ -248,7 +249,8 @@ def make_beams(out: Path) -> None:
             base |= {"max_new_tokens": 10, "eos_token_id": ends}
             if way >= len(WAYS + RULED + REPEATING):
                 kept_out = greedy[0, 1:4].tolist()
-                settings = {**settings, "bad_words_ids": [kept_out[1:]], "begin_suppress_tokens": kept_out[:1]}
+                settings = {**settings, "bad_words_ids": [kept_out[1:]]}
+                settings |= {"begin_suppress_tokens": kept_out[:1]} if settings["num_beams"] > 1 else {}
             way_out = model.generate(
                 source,
                 attention_mask=real,
