@@ -332,7 +332,7 @@ def test_authors_recommend_a_search_which_the_terminal_follows(speaking: Path, t
     assert "beams" not in drawn["sampling"] and "score" not in drawn
 
 
-def test_conversions_are_verified_and_cards_refused_in_one_line(speaking: Path, tmp_path: Path) -> None:
+def test_conversions_are_verified_and_other_models_refused(speaking: Path, tmp_path: Path) -> None:
     result = invoke("convert", str(speaking), str(tmp_path / "ours"), "--verify")
     assert result.exit_code == 0 and "weights: equal" in result.stderr, result.output
     rounded = mt.verify(GOLDEN / "t5", GOLDEN / "t5")
