@@ -211,7 +211,7 @@ def test_configs_that_cannot_be_followed_are_refused(settings: dict[str, Any], m
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_no_sequence_of_tokens_comes_that_is_there_already(n: int) -> None:
     texts = mx.random.randint(0, 3, (4, 14), key=mx.random.key(n))
-    source = (0, 1, 2, 2, 1)
+    source = (0, 1, 2, 2, 1, 7, 1, 7)  # of which the decoder cannot write 7
     for length in range(1, 14):
         ids = texts[:, :length]
         same = Rules(0, ngram=n).apply(mx.zeros((4, 3)), ids, limit=99).tolist()

@@ -113,4 +113,5 @@ def _without_following(text: mx.array, ids: mx.array, n: int, scores: mx.array) 
     for i in range(n - 1):
         same = same & (text[:, i : i + places] == ids[:, ids.shape[1] - n + 1 + i, None])
     rows = mx.broadcast_to(mx.arange(text.shape[0])[:, None], same.shape)
-    return scores.at[rows, text[:, n - 1 :]].minimum(mx.where(same, -mx.inf, mx.inf))
+    last, most = text[:, n - 1 :], scores.shape[-1] - 1  # a source may have tokens that the decoder cannot write
+    return scores.at[rows, mx.minimum(last, most)].minimum(mx.where(same & (last <= most), -mx.inf, mx.inf))
