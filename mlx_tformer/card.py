@@ -131,7 +131,7 @@ def card(
 
     Raises UsageError for a context that is not positive, and for a kind of model that has no card.
 
-    >>> from mlx_tformer.nn import Embed, Stack
+    >>> from mlx_tformer.nn import Attention, Embed, GatedMlp, Stack
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
     >>> found = card(LM(Embed(100, 16), Stack([block])), deployed=64)
     >>> found.parameters, found.kv_bytes_per_token, found.kv_bytes
