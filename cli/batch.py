@@ -51,7 +51,7 @@ def generate_batch(asked: "Request") -> None:
     lines = [line_of(lm, asked, f"{asked.batch}: line {i + 1}", text) for i, text in enumerate(texts)]
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
-    check_fits(lm.model, tokens=min(asked.max_tokens, lm.context), dtype=lm.dtype)
+    check_fits(lm.model, tokens=min(asked.limit, lm.context), dtype=lm.dtype)
     for told in lm.notes:
         note(told)
     done = 0 if asked.output is None else resumed(Path(asked.output), lines)
@@ -76,7 +76,7 @@ def continued(lm: "LanguageModel", asked: "Request", lines: list[Line], done: in
     results = lm.batch(
         requests,
         size=asked.size,
-        max_tokens=asked.max_tokens,
+        max_tokens=asked.limit,
         stop=asked.stop,
         logprobs=asked.logprobs or 0,
         names=[line.where for line in lines[done:]],
@@ -107,7 +107,7 @@ def line_of(lm: "LanguageModel", asked: "Request", where: str, text: str) -> Lin
     if not isinstance(found, dict) or sum(key in found for key in PROMPTS) != 1:
         expected = 'an object with a "prompt", "messages" or "ids"'
         raise click.UsageError(f'{where}: found {text[:60]!r}, expected {expected}, as in {{"prompt": "ROMEO:"}}')
-    rest = [asked.system, asked.raw, asked.max_tokens, asked.stop, asked.sampling, asked.logprobs, lm.origin]
+    rest = [asked.system, asked.raw, asked.limit, asked.stop, asked.sampling, asked.logprobs, lm.origin]
     dependent = json.dumps([found, rest, str(lm.dtype)], sort_keys=True, default=str)
     return Line(where, found, hashlib.sha256(dependent.encode()).hexdigest()[:16])
 

@@ -47,7 +47,8 @@ def command(
 
     --json gives an object with the text and its vector for each text, however many there are. A vector is the mean of
     the hidden states of the text's tokens, or with --pool cls that of its first token, and with last that of its last;
-    which one a model was trained for its authors say.
+    which one a model was trained for its authors say. Texts of like lengths run together, whatever their order, so that
+    all vectors come at the end; on a terminal a bar shows how far it is.
     """
     found = given(texts)
     lm = encoder(named(model, EXAMPLE), revision, dtype)

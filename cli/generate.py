@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
+LENGTH = 256
+"""Tokens of a text where neither the caller nor the model says how many."""
 TEXTS = ("logit_bias", "bad_words")
 SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 
@@ -34,7 +36,13 @@ SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub.")
 @click.option("--system", metavar="TEXT", help="System message, for a model with a chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("-n", "--max-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="Stop after N tokens (256; T5, BART and others: what the model says).",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; can be given several times.")
 @click.option(
     "--beams", type=int, metavar="N", help="Search for the likeliest text with N beams (T5, BART and others)."
@@ -109,7 +117,7 @@ class Request:
     revision: str | None
     system: str | None
     raw: bool
-    max_tokens: int
+    max_tokens: int | None
     stop: tuple[str, ...]
     beams: int | None
     length_penalty: float | None
@@ -127,6 +135,11 @@ class Request:
     sampling: dict[str, Any]
     keeping: dict[str, Any]
 
+    @property
+    def limit(self) -> int:
+        """Tokens of a text at most, for a model that recommends no number."""
+        return LENGTH if self.max_tokens is None else self.max_tokens
+
 
 def generate(asked: Request) -> None:
     """Do what was asked for."""
@@ -142,14 +155,13 @@ def generate(asked: Request) -> None:
     settings = sampling(lm, asked) | searching(lm, asked)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
-    check_fits(
-        lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype, how=keeping(asked)
-    )
+    limit = longest(lm, asked)
+    check_fits(lm.model, tokens=max(0, min(len(ids) + limit, lm.context)), dtype=lm.dtype, how=keeping(asked))
     told = {name: value for name in ("logprobs", "prompt_logprobs") if (value := vars(asked)[name])}
     told |= {name: value for name, value in asked.keeping.items() if value}
     with bounded_cache(FREED), wired(asked.wired), remembered(lm, asked) as memory:
         told |= {} if memory is None else {"memory": memory}
-        generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **told, **settings)
+        generation = lm.generate(ids, max_tokens=limit, stop=asked.stop, **told, **settings)
         for line in lm.notes:
             note(line)
         try:
@@ -160,6 +172,14 @@ def generate(asked: Request) -> None:
                 print_stats(generation)
     if generation.finish == "length":
         why_it_ended(lm, generation, chat)
+
+
+def longest(lm: "Model", asked: Request) -> int:
+    """Tokens of a text at most: as many as were asked for, else as an encoder-decoder's configs say."""
+    from mlx_tformer import Seq2SeqModel
+
+    found = lm.recommended_length if isinstance(lm, Seq2SeqModel) and asked.max_tokens is None else None
+    return asked.limit if found is None else found
 
 
 def decoder(lm: "Model", option: str) -> "LanguageModel":

@@ -9,7 +9,7 @@ from functools import singledispatch
 import mlx.nn as nn
 
 from .errors import UsageError
-from .nn import LM, Encoder, Stack, VisionEncoder
+from .nn import LM, Encoder, LogitBias, Seq2Seq, Stack, VisionEncoder
 
 Row = tuple[str, str, object]
 """A line of the ledger: a path, the axes of what comes out of it, and the module whose parameters it counts or None."""
@@ -127,6 +127,51 @@ def _(model: VisionEncoder) -> Anatomy:
         remembers=False,
         images=f"{height} × {width} with {embed.channels} channels, in {count} patches of {high} × {wide}",
     )
+
+
+@anatomy.register
+def _(model: Seq2Seq) -> Anatomy:
+    rows, dim = table_of(model.embed.tokens)
+    apart = model.has_target and "tokens" in model.target
+    target = model.target if model.has_target else None
+    source = (*_embedding(model.embed).rows, *_position("encoder", model.encoder))
+    between: tuple[Row, ...] = (
+        ("encoder.norm", "B L C", model.encoder.norm),
+        ("decoder_input_ids", "B L", None),
+        ("target" if model.has_target else "embed", "B L C", target),
+        *_position("decoder", model.decoder),
+    )
+    head: tuple[Row, ...] = () if model.tied else (("head", "B L T", model.head),)
+    end = (("decoder.norm", "B L C", model.decoder.norm), *head, ("finish", "B L T", model.finish))
+    table = "decoder's embedding" if apart else "embedding"
+    return Anatomy(
+        (
+            Around("embedding", source),
+            Layers("encoder", model.encoder),
+            Around("between", between),
+            Layers("decoder", model.decoder),
+            Around("end", (*end, ("logits", "B L T", None))),
+        ),
+        {"C": dim, "V": rows, "T": model.target_vocab},
+        head=f"tied to the {table}" if model.tied else "a matrix of its own",
+        tied=model.tied,
+        head_bias=isinstance(model.finish, LogitBias),
+        vocabulary=rows,
+        idle=_unread(model, apart),
+    )
+
+
+def _unread(model: Seq2Seq, apart: bool) -> int:
+    """Parameters of tables of which a token reads one row, and which are no head as well."""
+    tables = [model.embed, *([model.target] if apart else [])]
+    heads = tables[-1:] if model.tied else []
+    sizes = [table_of(embed.tokens) for embed in tables if all(embed is not head for head in heads)]
+    return sum((rows - 1) * dim for rows, dim in sizes)
+
+
+def _position(name: str, stack: Stack) -> tuple[Row, ...]:
+    """The line of a position that all layers of a stack share."""
+    return ((f"{name}.position", "H L S", stack.position),) if "position" in stack else ()
 
 
 def _embedding(embed: nn.Module) -> Around:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-TOKENS = 8192
-"""Tokens of a batch at most, padding among them."""
+TOKENS = 4096
+"""Tokens of a batch at most, padding among them: time goes with the tokens, memory with those of a batch."""
 Progress = Callable[[int, int], None]
 """Told how many texts of how many are done."""
 

@@ -2,15 +2,13 @@
 
 Everything is read off the module tree, so it is what the model computes and not what its name or its config promises;
 only the trained length and the tokenizer's size, which no module knows, are told. No weight is evaluated: a card of a
-model of any size is free. A new kind of layer describes itself by registering with `facts_of`, `lines_of` and, if a
-token leaves some of its weights alone, `idle_parameters`; what has not registered is shown by its class and parameters.
+model of any size is free. What layers say of themselves is in `mechanisms`, and what models consist of in `anatomy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import singledispatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
@@ -19,30 +17,13 @@ import mlx.nn as nn
 from . import memory
 from .anatomy import Anatomy, Layers, anatomy
 from .errors import UsageError
-from .nn import (
-    LM,
-    Attention,
-    Block,
-    GatedDelta,
-    GatedMlp,
-    Identity,
-    LayerNorm,
-    Mamba,
-    Mamba2,
-    Mlp,
-    Model,
-    NextToken,
-    Parallel,
-    Position,
-    Residual,
-    RMSNorm,
-)
+from .mechanisms import Facts, Line, facts_of, idle_parameters, lines, lines_of, norm_text
+from .nn import LM, Block, Model, NextToken, Parallel, Residual
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 T = TypeVar("T")
-Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,19 +47,6 @@ class LayerKind:
     steps: tuple[Step, ...]
     stack: str = "decoder"
     """Where the numbers count."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One step of the ledger: what comes out of it, in symbols and in numbers, and its parameters.
-
-    Names are paths of modules and of the activations that `watch` sees.
-    """
-
-    name: str
-    symbols: tuple[str, ...]
-    shape: tuple[str | int, ...]
-    parameters: int
 
 
 @dataclass(frozen=True)
@@ -163,7 +131,7 @@ def card(
 
     Raises UsageError for a context that is not positive, and for a kind of model that has no card.
 
-    >>> from mlx_tformer.nn import Embed, Stack
+    >>> from mlx_tformer.nn import Attention, Embed, GatedMlp, Stack
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
     >>> found = card(LM(Embed(100, 16), Stack([block])), deployed=64)
     >>> found.parameters, found.kv_bytes_per_token, found.kv_bytes
@@ -230,115 +198,6 @@ def _needs(
     }
 
 
-@singledispatch
-def idle_parameters(module: nn.Module) -> int:
-    """Parameters in this module itself that the computation of one token does not touch."""
-    return 0
-
-
-@idle_parameters.register
-def _(module: NextToken) -> int:
-    # The model runs without it; what of it is idle anyway counts itself.
-    inside = sum(idle_parameters(m) for m in module.modules() if m is not module)
-    return memory.parameter_count(module) - inside
-
-
-@singledispatch
-def facts_of(op: object) -> Facts:
-    """What a mechanism says about itself: `kind`, and more in numbers or in words."""
-    return {"kind": type(op).__name__}
-
-
-@facts_of.register
-def _(op: Attention) -> Facts:
-    shared = "multi-query" if op.kv_heads == 1 else "grouped-query"
-    return {
-        "kind": "attention",
-        "heads": op.heads,
-        "kv_heads": op.kv_heads,
-        "head_dim": op.head_dim,
-        "sharing": "multi-head" if op.kv_heads == op.heads else shared,
-        "scale": op.scale,
-        "mask": str(op.mask),
-        "position": str(op.position),
-        "q_norm": norm_text(op.q_norm),
-        "k_norm": norm_text(op.k_norm),
-    }
-
-
-@facts_of.register
-def _(op: Mlp | GatedMlp) -> Facts:
-    style = "gated" if isinstance(op, GatedMlp) else "plain"
-    return {"kind": "mlp", "style": style, "activation": op.act, "width": _hidden(op), "experts": "none (dense)"}
-
-
-@facts_of.register
-def _(op: Mamba | Mamba2) -> Facts:
-    what = f"{op.heads} heads of {op.head_dim}" if isinstance(op, Mamba2) else str(op.features)
-    return {"kind": "state space", "state": f"{what} features of {op.states} numbers, convolution of {op.conv.size}"}
-
-
-@facts_of.register
-def _(op: GatedDelta) -> Facts:
-    what = f"{op.heads} heads of {op.key_dim} × {op.value_dim} numbers"
-    return {"kind": "state space", "state": f"{what}, convolution of {op.conv.size}"}
-
-
-@singledispatch
-def lines_of(op: nn.Module, dim: int) -> list[Line]:
-    """The ledger of a mechanism that reads and gives (B, L, dim); the parameters of its lines add up to its own."""
-    return _lines({"C": dim}, (type(op).__name__, "B L C", op))
-
-
-@lines_of.register
-def _(op: Attention, dim: int) -> list[Line]:
-    sizes = {"C": dim, "H": op.heads, "K": op.kv_heads, "D": op.head_dim}
-    rows = "(2H+2K)·D" if op.gated else "(H+2K)·D"
-    sizes[rows] = op.qkv.weight.shape[0]
-    return _lines(
-        sizes,
-        ("qkv", f"B L {rows}", op.qkv),
-        ("q_norm", "B H L D", op.q_norm),
-        ("k_norm", "B K L D", op.k_norm),
-        ("position", "B H L D", op.position),
-        ("q", "B H L D", None),
-        ("k", "B K L D", None),
-        ("v", "B K L D", None),
-        ("pattern", "B H L S", None),
-        ("z", "B H L D", None),
-        ("out", "B L C", op.out),
-    )
-
-
-@lines_of.register
-def _(op: GatedMlp, dim: int) -> list[Line]:
-    sizes = {"C": dim, "F": _hidden(op), "2F": 2 * _hidden(op)}
-    halves = [(name, "B L F", None) for name in ("gate", "up", "hidden")]
-    return _lines(sizes, ("gate_up", "B L 2F", op.gate_up), *halves, ("down", "B L C", op.down))
-
-
-@lines_of.register
-def _(op: Mlp, dim: int) -> list[Line]:
-    sizes = {"C": dim, "F": _hidden(op)}
-    return _lines(sizes, ("up", "B L F", op.up), ("hidden", "B L F", None), ("down", "B L C", op.down))
-
-
-def norm_text(norm: object) -> str | None:
-    """A norm in words, None where there is none.
-
-    >>> norm_text(RMSNorm(8, 1e-6)), norm_text(Identity())
-    ('RMSNorm, eps 1e-06', None)
-    """
-    match norm:
-        case Identity():
-            return None
-        case RMSNorm():
-            return f"RMSNorm, eps {norm.eps:g}"
-        case LayerNorm():
-            return f"LayerNorm{'' if 'bias' in norm else ' without bias'}, eps {norm.eps:g}"
-    return type(norm).__name__
-
-
 def _kinds(layers: Layers) -> Iterator[LayerKind]:
     for (order, steps), numbers in grouped(map(_made_of, layers.stack.layers)):
         yield LayerKind(numbers, order, steps, layers.name)
@@ -373,57 +232,40 @@ def grouped(values: Iterable[T]) -> list[tuple[T, tuple[int, ...]]]:
     return [(value, tuple(indices)) for value, indices in groups.values()]
 
 
-def _hidden(op: Mlp | GatedMlp) -> int:
-    """Width of an MLP: half of the rows of gate and up together."""
-    return op.gate_up.weight.shape[0] // 2 if isinstance(op, GatedMlp) else op.up.weight.shape[0]
-
-
-def _lines(sizes: dict[str, int], *steps: tuple[str, str, object]) -> list[Line]:
-    """Lines from names, axes as in "B L C", and modules or None; modules that do nothing have no line."""
-    lines = []
-    for name, axes, module in steps:
-        if isinstance(module, Identity) or type(module) is Position:
-            continue
-        symbols = tuple(axes.split())
-        parameters = memory.parameter_count(module) if isinstance(module, nn.Module) else 0
-        lines.append(Line(name, symbols, tuple(sizes.get(axis, axis) for axis in symbols), parameters))
-    return lines
-
-
 def _layer_lines(block: Block, dim: int) -> Iterator[Line]:
     sizes, beside = {"C": dim}, 0
     if isinstance(block, Parallel):
-        yield from _lines(sizes, ("pre", "B L C", block.pre))
+        yield from lines(sizes, ("pre", "B L C", block.pre))
         beside = block.beside
     for at, (name, step) in enumerate(zip(block.order, block.steps, strict=True)):
-        yield from _lines(sizes, (f"{name}.pre", "B L C", step.pre))
+        yield from lines(sizes, (f"{name}.pre", "B L C", step.pre))
         for line in lines_of(step["op"], dim):
             yield replace(line, name=f"{name}.op.{line.name}")
-        yield from _lines(sizes, (f"{name}.post", "B L C", step.post), (f"{name}.after", "B L C", step.after))
+        yield from lines(sizes, (f"{name}.post", "B L C", step.post), (f"{name}.after", "B L C", step.after))
         if at >= beside:
-            yield from _lines(sizes, (f"{name}.out", "B L C", None))
-    yield from _lines(sizes, ("out", "B L C", None))
+            yield from lines(sizes, (f"{name}.out", "B L C", None))
+    yield from lines(sizes, ("out", "B L C", None))
 
 
 def _ledger(model: Model, parts: Anatomy) -> Iterator[Section]:
     sizes = parts.sizes
     for part in parts.parts:
         if not isinstance(part, Layers):
-            yield Section(part.title, (), 1, tuple(_lines(sizes, *part.rows)))
+            yield Section(part.title, (), 1, tuple(lines(sizes, *part.rows)))
             continue
-        for lines, layers in grouped(tuple(_layer_lines(block, sizes["C"])) for block in part.stack.layers):
-            yield Section(f"{part.name}.layers.{ranges(layers)}", layers, len(layers), lines)
+        for each, layers in grouped(tuple(_layer_lines(block, sizes["C"])) for block in part.stack.layers):
+            yield Section(f"{part.name}.layers.{ranges(layers)}", layers, len(layers), each)
     for number in range(model.depth if isinstance(model, LM) else 0):
         yield Section(f"drafts.{number}", (), 1, tuple(_draft_lines(model.drafts[number], sizes)))
 
 
 def _draft_lines(part: NextToken, sizes: dict[str, int]) -> Iterator[Line]:
     embed, head = (part.embed if part.has_embed else None), (part.head if part.has_head else None)
-    yield from _lines(sizes, ("embed.tokens", "B L C", embed), ("embed_norm", "B L C", part.embed_norm))
-    yield from _lines(sizes, ("hidden_norm", "B L C", part.hidden_norm), ("join", "B L C", part.join))
+    yield from lines(sizes, ("embed.tokens", "B L C", embed), ("embed_norm", "B L C", part.embed_norm))
+    yield from lines(sizes, ("hidden_norm", "B L C", part.hidden_norm), ("join", "B L C", part.join))
     for line in _layer_lines(part.block, sizes["C"]):
         yield replace(line, name=f"block.{line.name}")
-    yield from _lines(sizes, ("out", "B L C", None), ("norm", "B L C", part.norm), ("logits", "B L V", head))
+    yield from lines(sizes, ("out", "B L C", None), ("norm", "B L C", part.norm), ("logits", "B L V", head))
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 ASCII = str.maketrans({"×": "x", "·": "*"})
 TEXTS = "B texts of L tokens that see S keys; C width, V vocabulary, F MLP width;\n"
 IMAGES = "B images of c × h × w, in L tokens that see S keys; C width, F MLP width;\n"
+RARE = {"N": "N labels", "T": "T tokens to write"}
+"""Axes that few models have."""
 HEADS = "H query heads and K key-value heads of D features"
 
 
@@ -45,8 +47,9 @@ def renderables(card: Card, ascii_only: bool) -> Iterator[RenderableType]:
     for line, is_title in _ledger(card):
         yield text(line, "bold" if is_title else "")
     yield text("")
-    labels = any("N" in line.symbols for section in card.ledger for line in section.lines)
-    yield text((TEXTS if card.images is None else IMAGES) + HEADS + ("; N labels." if labels else "."), "dim")
+    used = {axis for section in card.ledger for line in section.lines for axis in line.symbols}
+    more = "".join(f"; {said}" for axis, said in RARE.items() if axis in used)
+    yield text((TEXTS if card.images is None else IMAGES) + HEADS + more + ".", "dim")
 
 
 def _rows(card: Card) -> Iterator[tuple[str, str]]:

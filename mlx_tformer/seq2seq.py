@@ -12,7 +12,8 @@ from .families import family
 from .generation.beam import Search
 from .generation.conditioned import generate
 from .generation.generate import Generation, Prompt
-from .generation.rules import Rules, rules_of
+from .generation.rule_configs import longest_of, rules_of
+from .generation.rules import Rules
 from .generation.settings import recommended
 from .lm import NO_LIMIT, as_batch, check_ids
 from .nn import Cache, Seq2Seq
@@ -20,6 +21,9 @@ from .tokens import Tokenizer, Tokens
 
 NEEDED = ("bos_token_id", "decoder_start_token_id", "eos_token_id")
 """Keys that are looked for in the config too: without them nothing can be written."""
+
+RULED = ("repetition_penalty", "min_tokens", "bad_words")
+"""Sampling settings that `Rules` has too."""
 
 
 @dataclass
@@ -88,13 +92,24 @@ class Seq2SeqModel:
     def rules(self) -> Rules:
         """What the configs say about the tokens that come first, last, and never; raises BadInput for what cannot be
         followed."""
-        file = "generation_config.json" if self.generation_config else "config.json"
-        return rules_of(self._setting, self.model.target_vocab, f"{self.origin}/{file}")
+        return rules_of(self._setting, self.model.target_vocab, self._file)
+
+    @property
+    def recommended_length(self) -> int | None:
+        """Tokens that a text has at most by the configs (`max_new_tokens`, else `max_length` less the start); None if
+        they say nothing. Raises BadInput for what cannot be meant."""
+        return longest_of(self._setting, self.model.target_vocab, self._file)
+
+    @property
+    def _file(self) -> str:
+        """Where `_setting` finds things."""
+        return f"{self.origin}/{'generation_config.json' if self.generation_config else 'config.json'}"
 
     @property
     def recommended_sampling(self) -> dict[str, Any]:
-        """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
-        return recommended(self.generation_config, self.origin)
+        """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty. What
+        they say of repetitions, words and ends is in `rules`."""
+        return {k: v for k, v in recommended(self.generation_config, self.origin).items() if k not in RULED}
 
     @property
     def recommended_search(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Random models from sizes: every family, as large as asked, ready to learn, and the same after save and load."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,20 +15,24 @@ from mlx_tformer.families import known
 from mlx_tformer.nn import LM, Attention, LatentAttention, Mamba, Mamba2, Mixture, Seq2Seq
 from mlx_tformer.seq2seq import Seq2SeqModel
 
-Wrapped = mt.LanguageModel | EncoderModel | Seq2SeqModel
+Wrapped = mt.LanguageModel | EncoderModel | Seq2SeqModel | mt.VisionModel
 SIZES = {"dim": 48, "layers": 3, "vocab": 99}
+SEEING = {"dim": 48, "layers": 3, "image_size": 24, "patch_size": 8}
+"""Sizes of a family that reads images."""
 HEADLESS = ("mamba",)
 """Families that have no heads."""
-FAMILIES = [family for family in known() if family != "vit"]  # which reads no ids
+FAMILIES = known()
 IDS = mx.array([[1, 5, 2, 7, 98, 3]])
 
 
 def made(family: str, **sizes: object) -> Wrapped:
     heads = {} if family in HEADLESS else {"heads": 6}
-    return mt.build(family, **SIZES, **heads, **sizes)
+    return mt.build(family, **(SEEING if family == "vit" else SIZES), **heads, **sizes)
 
 
 def run(lm: Wrapped) -> mx.array:
+    if isinstance(lm, mt.VisionModel):
+        return lm(mx.random.normal((2, 3, 24, 24), key=mx.random.key(1)))
     return lm(IDS, decoder_input_ids=IDS) if isinstance(lm, Seq2SeqModel) else lm(IDS)
 
 
@@ -41,11 +46,15 @@ def stacks(lm: Wrapped) -> list:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_sizes_that_are_asked_for(family: str) -> None:
     lm = made(family)
-    assert lm.vocab == 99 and [len(stack.layers) for stack in stacks(lm)] == [3] * len(stacks(lm))
-    assert lm.model.embed.tokens.weight.shape == (99, 48)
+    assert [len(stack.layers) for stack in stacks(lm)] == [3] * len(stacks(lm))
+    if isinstance(lm, mt.VisionModel):
+        assert lm.model.embed.size == (24, 24) and lm.model.embed.first.shape[-1] == 48
+    else:
+        assert lm.vocab == 99 and lm.model.embed.tokens.weight.shape == (99, 48)
     heads = {m.heads for m in lm.model.modules() if isinstance(m, Attention | LatentAttention | Mamba2)}
     assert heads == (set() if family in HEADLESS else {6})
-    assert lm.model.context in (None, 256) and lm.config.model_type == family
+    assert isinstance(lm, mt.VisionModel) or lm.model.context in (None, 256)
+    assert lm.config.model_type == family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,6 +150,18 @@ def test_what_cannot_be_is_refused_in_one_line(family: str, sizes: dict[str, obj
     with pytest.raises(mt.UsageError) as error:
         mt.build(family, **sizes)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_models_that_can_do_more_than_read_do_it_once_saved(tmp_path: Path) -> None:
+    seeing = mt.build("vit", **SEEING, heads=6, parts=["classifier.weight"], num_labels=5)
+    again = mt.load(mt.save(seeing, tmp_path / "vit"))
+    assert run(again).shape == (2, 5) and gap(run(again), run(seeing)) == 0 and again.model.has_head
+    told = {"decoder_start_token_id": 3, "max_new_tokens": 6, "no_repeat_ngram_size": 1}
+    writing = replace(made("t5", seed=4), generation_config=told)
+    read = mt.load(mt.save(writing, tmp_path / "t5"))
+    assert isinstance(read, Seq2SeqModel) and read.rules == writing.rules
+    texts = [[step.token for step in lm.generate([5, 9, 20], beams=2)] for lm in (read, writing)]
+    assert texts[0] == texts[1] and len({*texts[0]}) == len(texts[0]) <= 6
 
 
 def test_a_trained_model_is_saved_with_its_tokenizer(shakespeare: mt.LanguageModel, tmp_path: Path) -> None:

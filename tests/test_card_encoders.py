@@ -14,6 +14,7 @@ import mlx_tformer as mt
 from mlx_tformer.anatomy import anatomy
 from mlx_tformer.checkpoint.describe import describe
 from mlx_tformer.errors import UsageError
+from mlx_tformer.nn import KV
 
 CASES = [*cases_of("mlm"), *cases_of("classes"), *cases_of("vision")]
 HEADS = {
@@ -57,6 +58,41 @@ def test_an_encoder_remembers_nothing_and_needs_its_weights(case: str) -> None:
     assert "none: nothing is remembered between calls" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     assert ("N labels" in text) == ("labels" in found.head)
+
+
+@pytest.mark.parametrize("case", cases_of("seq2seq"))
+def test_the_ledger_of_an_encoder_decoder_is_that_of_the_model(case: str) -> None:
+    found, model = describe(GOLDEN / case), mt.load(GOLDEN / case, dtype="float32")
+    assert isinstance(model, mt.Seq2SeqModel)
+    total = sum(value.size for value in leaves(model.model).values())
+    assert (
+        found.parameters == sum(line.parameters * part.times for part in found.ledger for line in part.lines) == total
+    )
+    assert {kind.stack for kind in found.kinds} == {"encoder", "decoder"}
+    assert found.layers == len(model.model.encoder.layers) + len(model.model.decoder.layers)
+    ids = mx.ones((2, 9), dtype=mx.int32)
+    sizes, last = {"B": 2, "L": 9}, found.ledger[-1].lines[-1]
+    assert model(ids, decoder_input_ids=ids).shape == tuple(sizes.get(str(axis), axis) for axis in last.shape)
+    text = found.render()
+    assert "T tokens to write" in text and "what the encoder has read" in " ".join(text.split())
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(("case", "head"), {"t5": "tied to the embedding", "t5-untied": "a matrix of its own"}.items())
+def test_an_encoder_decoder_keeps_keys_of_both_texts_in_its_decoder_alone(case: str, head: str) -> None:
+    found, model = describe(GOLDEN / case, context=KV.STEP), mt.load(GOLDEN / case, dtype=describe(GOLDEN / case).dtype)
+    assert isinstance(model, mt.Seq2SeqModel) and found.head == head
+    cache, ids = model.new_cache(), mx.ones((1, KV.STEP), dtype=mx.int32)
+    model.model.decode(ids, model.model.encode(ids), cache)
+    assert found.kv_bytes == sum(value.nbytes for value in cache.arrays)
+    idle = found.parameters - found.active_parameters
+    assert idle == (0 if case == "t5" else (found.vocabulary - 1) * found.dim)
+
+
+def test_the_table_of_a_decoder_of_its_own_is_counted_apart() -> None:
+    found = describe(GOLDEN / "marian-apart")
+    assert (found.vocabulary, found.head) == (67, "tied to the decoder's embedding")
+    assert found.parameters - found.active_parameters == 66 * found.dim
 
 
 def test_a_card_of_a_model_of_images_speaks_of_images() -> None:

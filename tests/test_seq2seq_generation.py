@@ -186,7 +186,16 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bad_words_ids": [[1, 2]]}, "bad_words_ids: found words of several tokens"),
+        ({"bad_words_ids": [1, 2]}, "bad_words_ids: found .1, 2., expected lists of ids"),
+        ({"bad_words_ids": [[1, 200]]}, "bad_words_ids: found 200, expected an id from 0 to 130"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: found -1, expected a whole number"),
+        ({"encoder_no_repeat_ngram_size": 1.5}, "encoder_no_repeat_ngram_size: found 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty: found 0, expected a number above 0"),
+        ({"exponential_decay_length_penalty": [1]}, "exponential_decay_length_penalty: found .1., expected"),
+        ({"min_new_tokens": True}, "min_new_tokens: found True"),
+        ({"num_beam_groups": 2}, "num_beam_groups: found 2, which is not followed here; expected 1 or none"),
+        ({"diversity_penalty": 0.5}, "diversity_penalty: found 0.5, which is not followed here"),
+        ({"constraints": [[3]]}, "constraints: found ..3.., which is not followed here; expected none"),
         ({"forced_bos_token_id": 500}, "forced_bos_token_id: found 500"),
         ({"forced_eos_token_id": "x"}, "forced_eos_token_id: found 'x'"),
         ({"min_length": -1}, "min_length: found -1"),
@@ -197,6 +206,52 @@ def test_configs_that_cannot_be_followed_are_refused(settings: dict[str, Any], m
     model = ruled("bart", **settings)
     with pytest.raises(BadInput, match=message):
         _ = model.rules, model.recommended_search
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_no_sequence_of_tokens_comes_that_is_there_already(n: int) -> None:
+    texts = mx.random.randint(0, 3, (4, 14), key=mx.random.key(n))
+    source = (0, 1, 2, 2, 1, 7, 1, 7)  # of which the decoder cannot write 7
+    for length in range(1, 14):
+        ids = texts[:, :length]
+        same = Rules(0, ngram=n).apply(mx.zeros((4, 3)), ids, limit=99).tolist()
+        theirs = Rules(0, source_ngram=n, source=source).apply(mx.zeros((4, 3)), ids, limit=99).tolist()
+        for row, text in enumerate(ids.tolist()):
+            for token in range(3):
+                for found, of in ((same, text), (theirs, list(source))):
+                    there = {tuple(of[i : i + n]) for i in range(len(of) - n + 1)}
+                    new = (*text[len(text) - n + 1 :], token) if length >= n - 1 else ()
+                    assert (found[row][token] == -math.inf) == (new in there)
+
+
+def test_the_length_is_the_callers_else_what_the_config_says() -> None:
+    def length(settings: dict[str, Any], **given: int) -> int:
+        model = ruled("bart", **settings)
+        return len(list(model.generate(**source("bart", 0), stop_at_end=False, **given)))
+
+    assert length({"max_length": 5}) == 4  # it counts the start
+    assert length({"max_length": 5, "max_new_tokens": 7}) == 7
+    assert length({"max_length": 5}, max_tokens=6) == 6
+    assert length({}) == loaded("bart").context  # which is less than 100
+    with pytest.raises(BadInput, match="max_length: found 'x'"):
+        length({"max_length": "x"})
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_repetitions_are_what_the_caller_says_else_the_config(beams: int) -> None:
+    def text(model: mt.Seq2SeqModel, **given: Any) -> list[int]:
+        made = model.generate(**source("t5", 0), beams=beams, max_tokens=9, stop_at_end=False, **given)
+        return [step.token for step in made]
+
+    config = ruled("t5", no_repeat_ngram_size=1, repetition_penalty=1.5)
+    plain, strict = text(ruled("t5")), text(config)
+    assert len({*strict}) == len(strict) and plain != strict
+    assert text(ruled("t5"), no_repeat_ngram_size=1, repetition_penalty=1.5) == strict
+    assert text(config, no_repeat_ngram_size=0, repetition_penalty=1) == plain
+    assert config.recommended_sampling == {}  # it would count twice
+    for wrong in ({"no_repeat_ngram_size": -1}, {"repetition_penalty": 0}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))}: found"):
+            text(config, **wrong)
 
 
 def test_a_prompt_of_several_texts_or_one_that_is_too_long_is_refused() -> None:
@@ -277,7 +332,7 @@ def test_authors_recommend_a_search_which_the_terminal_follows(speaking: Path, t
     assert "beams" not in drawn["sampling"] and "score" not in drawn
 
 
-def test_conversions_are_verified_and_cards_refused_in_one_line(speaking: Path, tmp_path: Path) -> None:
+def test_conversions_are_verified_and_other_models_refused(speaking: Path, tmp_path: Path) -> None:
     result = invoke("convert", str(speaking), str(tmp_path / "ours"), "--verify")
     assert result.exit_code == 0 and "weights: equal" in result.stderr, result.output
     rounded = mt.verify(GOLDEN / "t5", GOLDEN / "t5")

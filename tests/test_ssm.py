@@ -11,8 +11,9 @@ from helpers import gap, golden, ids_of, leaves, seen, shaken
 from reference import Array, activation, f64, linear, rms_norm
 
 from mlx_tformer import memory
-from mlx_tformer.card import card, facts_of
+from mlx_tformer.card import card
 from mlx_tformer.errors import UsageError
+from mlx_tformer.mechanisms import facts_of
 from mlx_tformer.nn import (
     LM,
     Block,

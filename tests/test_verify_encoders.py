@@ -1,8 +1,10 @@
 """`verify` on models that give something else than the next token: other logits, labels, hidden states, scores."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from cli_models import invoke
@@ -33,6 +35,23 @@ def test_a_conversion_computes_the_same_and_one_that_is_rounded_nearly(case: str
     assert (same.tokens, same.are_logits) == (count, case != "xlm_roberta-ranks")
     rounded = mt.verify(GOLDEN / case, mt.convert(GOLDEN / case, tmp_path / "half", dtype="float16").path)
     assert rounded.passed and rounded.limit == ROUNDED
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian", "switch_transformers"])
+def test_a_quantized_encoder_decoder_is_the_same_once_read_again(family: str, tmp_path: Path) -> None:
+    lm = mt.build(family, dim=64, heads=4, layers=2, vocab=128, seed=2, initializer_range=0.2)
+    original = mt.save(lm, tmp_path / "model")
+    made = mt.convert(original, tmp_path / "small", quantize=8, group_size=32)
+    again, ids = mt.load(made.path, dtype="float32"), mx.array([[5, 9, 20, 7]])
+    assert isinstance(again, mt.Seq2SeqModel) and isinstance(again.model.embed.tokens, nn.QuantizedEmbedding)
+    found, wanted = (model(ids, decoder_input_ids=ids) for model in (again, lm))
+    assert 0 < mx.abs(found - wanted).max().item() < 0.05 * mx.abs(wanted).max().item()
+    report = mt.verify(original, made.path)
+    assert report.passed and report.limit == QUANTIZED and report.mean_kl > 0
+    speaking = replace(again, generation_config={"decoder_start_token_id": 0})
+    assert len(list(speaking.generate([5, 9, 20], max_tokens=4, beams=2, stop_at_end=False))) == 4
+    twice = mt.convert(made.path, tmp_path / "twice")
+    assert mt.verify(made.path, twice.path).mean_kl == 0
 
 
 @pytest.mark.parametrize("case", ["vit-oblong", "bert-classes", "modernbert-tokens", "roberta-classes"])

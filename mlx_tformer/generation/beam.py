@@ -88,7 +88,7 @@ class BeamDecoder:
         """The complete texts with their scores, the best first."""
         begun, beams, complete = time.perf_counter(), [Beam()], list[tuple[float, Beam]]()
         for at in range(self.limit):
-            longer = self._continued(beams, self._scores(beams, at))
+            longer = self._continued(beams, self._scores(beams))
             ended = [beam.tokens[-1] in self.end_ids or at + 1 == self.limit for beam in longer]
             best = zip(longer[: self.search.beams], ended, strict=False)
             complete += [(self.search.score(beam.total, at + 1), beam) for beam, end in best if end]
@@ -102,11 +102,11 @@ class BeamDecoder:
                 self.cache.take(rows)
         return complete
 
-    def _scores(self, beams: Sequence[Beam], at: int) -> mx.array:
+    def _scores(self, beams: Sequence[Beam]) -> mx.array:
         """Log-probabilities (N, V) of what follows each beam, by the model and the rules."""
-        ids = [[beam.tokens[-1] if beam.tokens else self.rules.start] for beam in beams]
-        logits = self.model(mx.array(ids), self.cache)[:, -1].astype(mx.float32)
-        return self.rules.apply(logits - mx.logsumexp(logits, axis=-1, keepdims=True), at, self.limit)
+        ids = mx.array([[self.rules.start, *beam.tokens] for beam in beams])
+        logits = self.model(ids[:, -1:], self.cache)[:, -1].astype(mx.float32)
+        return self.rules.apply(logits - mx.logsumexp(logits, axis=-1, keepdims=True), ids, self.limit)
 
     def _continued(self, beams: Sequence[Beam], scores: mx.array) -> list[Beam]:
         """The best continuations of all beams together, the best first: so many that, even if the best ones of all

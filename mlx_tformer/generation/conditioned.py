@@ -18,6 +18,9 @@ from .settings import sampling_of
 if TYPE_CHECKING:
     from ..seq2seq import Seq2SeqModel
 
+LENGTH = 100
+"""Tokens of a text where neither the caller nor the configs say how many."""
+
 
 @dataclass
 class Conditioned:
@@ -56,18 +59,22 @@ class Conditioned:
 
 @dataclass
 class Ruled:
-    """A sampler that keeps to rules about the first token, the last one, and those that never come."""
+    """A sampler that keeps to rules about what may come; the text so far stays on the device."""
 
     sampler: Sampler
     rules: Rules
     limit: int
-    at: int = 0
+    ids: mx.array = field(init=False)
+    """The start and the text so far, (1, L)."""
+
+    def __post_init__(self) -> None:
+        self.ids = mx.array([[self.rules.start]])
 
     def __call__(self, logits: mx.array) -> Chosen:
         """logits (1, V) of the next token -> its id, and log-probabilities among those that may come."""
-        logits = self.rules.apply(logits.astype(mx.float32), self.at, self.limit)
-        self.at += 1
-        return self.sampler(logits)
+        chosen = self.sampler(self.rules.apply(logits.astype(mx.float32), self.ids, self.limit))
+        self.ids = mx.concatenate([self.ids, chosen.token.astype(self.ids.dtype)[:, None]], axis=1)
+        return chosen
 
 
 def generate(
@@ -75,28 +82,35 @@ def generate(
     prompt: Prompt,
     *,
     attention_mask: mx.array | None = None,
-    max_tokens: int = 100,
+    max_tokens: int | None = None,
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
     beams: int = 1,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     first: int | str | None = None,
+    no_repeat_ngram_size: int | None = None,
+    repetition_penalty: float | None = None,
     logprobs: int = 0,
     **sampling: Any,
 ) -> Generation:
     """What the model writes for a source: text, ids, or an array of shape (L,) or (1, L), with an `attention_mask` of
     that shape if there is padding in it.
 
-    max_tokens, the sampling settings, stop, stop_at_end and logprobs are those of a decoder's `generate`. beams,
+    The sampling settings, stop, stop_at_end and logprobs are those of a decoder's `generate`. max_tokens: None is what
+    the configs say (`max_new_tokens`, else `max_length` less the start), and 100 where they say nothing. beams,
     length_penalty, early_stopping: see `Search`; with more than one beam the most likely text is searched for, and
     all steps come at the end. first: the token that the text begins with, an id or a special token such as the code
-    of a language (None: what the configs say). The configs also say what the decoder begins with, which token is
-    the last where `max_tokens` cuts a text off (not without `stop_at_end`), and which never come.
+    of a language (None: what the configs say). no_repeat_ngram_size: no sequence of so many tokens comes twice (0: any
+    may; None: what the configs say); repetition_penalty likewise, see `Sampling`. The configs also say what the decoder
+    begins with, which token is the last where `max_tokens` cuts a text off (not without `stop_at_end`), and which never
+    come; see `Rules`.
 
     Raises UsageError for settings that cannot be meant, an empty source, ids that the model does not have, and a source
     that is longer than its positions; BadInput for configs that cannot be followed.
     """
+    rules = replace(lm.rules, ends=tuple(sorted(lm.end_ids)))
+    max_tokens = (lm.recommended_length or LENGTH) if max_tokens is None else max_tokens
     check_max_tokens(max_tokens)
     ids, search = checked_ids(lm, prompt), Search(beams, length_penalty, early_stopping)
     chance = [name for name, value in {**sampling, "logprobs": logprobs}.items() if value]
@@ -106,9 +120,9 @@ def generate(
         raise UsageError(f"prompt: it has {len(ids)} tokens, and the model has positions for {lm.context}")
     limit = min(max_tokens, lm.context)
     end_ids = lm.end_ids if stop_at_end else frozenset()
-    rules = replace(lm.rules, ends=tuple(sorted(lm.end_ids)))
-    rules = rules if first is None else replace(rules, first=first_id(lm, first))
-    rules = rules if stop_at_end else replace(rules, last=())
+    given: dict[str, Any] = {} if first is None else {"first": first_id(lm, first)}
+    given |= _repeating(no_repeat_ngram_size, repetition_penalty)
+    rules = replace(rules, source=tuple(ids), last=rules.last if stop_at_end else (), **given)
     model = Conditioned(lm.model, mx.array([ids]), _mask(attention_mask, len(ids)))
     stats = Stats(prompt_tokens=len(ids))
     stream = None if lm.tokenizer is None else lm.tokenizer.stream(skip_special=True)
@@ -145,6 +159,18 @@ def first_id(lm: "Seq2SeqModel", first: int | str) -> int:
     found = first if not isinstance(first, str) else None if lm.tokenizer is None else lm.tokenizer.id_of(first)
     if found is None or isinstance(found, bool) or not 0 <= found < lm.model.target_vocab:
         raise UsageError(f"first: found {first!r}, which is no token of {lm.origin}")
+    return found
+
+
+def _repeating(ngram: int | None, penalty: float | None) -> dict[str, Any]:
+    """The rules about repeating that a caller gives; raises UsageError for what cannot be meant."""
+    found: dict[str, Any] = {}
+    if penalty is not None:
+        found["penalty"] = sampling_of({"repetition_penalty": penalty}).repetition_penalty
+    if ngram is not None:
+        if isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 0:
+            raise UsageError(f"no_repeat_ngram_size: found {ngram}, expected a whole number of 0 or more")
+        found["ngram"] = ngram
     return found
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..nn import ExpertLinear, LatentAttention, Mamba, Mamba2, RelativeBias, Router
+from ..nn import ExpertLinear, LatentAttention, Mamba, Mamba2, Patches, RelativeBias, Router
 from ..nn.ssm import CausalConv
 
 STEPS = (1e-3, 1e-1)
@@ -49,6 +49,11 @@ def _(module: LatentAttention, std: float, key: mx.array) -> dict[str, mx.array]
 @_weights.register
 def _(module: RelativeBias, std: float, key: mx.array) -> dict[str, mx.array]:
     return {"table": std * mx.random.normal(module.table.shape, key=key)}
+
+
+@_weights.register
+def _(module: Patches, std: float, key: mx.array) -> dict[str, mx.array]:
+    return {"first": std * mx.random.normal(module.first.shape, key=key)}
 
 
 @_weights.register

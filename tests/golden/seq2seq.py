@@ -214,6 +214,17 @@ RULED: list[Settings] = [
     {"num_beams": 2, "min_length": 8},
     {"num_beams": 1, "forced_bos_token_id": 11, "forced_eos_token_id": 7, "min_length": 8, "bad_words_ids": [[1], [5]]},
 ]
+REPEATING: list[Settings] = [
+    {"num_beams": 1, "no_repeat_ngram_size": 1},
+    {"num_beams": 3, "no_repeat_ngram_size": 2},
+    {"num_beams": 1, "repetition_penalty": 1.8},
+    {"num_beams": 2, "repetition_penalty": 1.4, "min_length": 6},
+    {"num_beams": 2, "encoder_no_repeat_ngram_size": 1, "exponential_decay_length_penalty": [3, 1.3]},
+    {"num_beams": 1, "encoder_no_repeat_ngram_size": 2, "min_new_tokens": 5, "suppress_tokens": [4, 9]},
+]
+"""Rules about what stands there already."""
+WORDS: list[Settings] = [{"num_beams": 1}, {"num_beams": 3}]
+"""Searches in which tokens 2 and 3 of the greedy text are kept out; with beams its first one from the beginning too."""
 BEAMED = ("t5", "bart", "marian", "mbart", "switch-full", "marian-apart")
 
 
@@ -227,7 +238,9 @@ def make_beams(out: Path) -> None:
         model = loaded(folder)
         ids = torch.tensor(_expected(folder)["input_ids"]).long()
         mask = torch.tensor(_expected(folder)["attention_mask"]).long()
-        for way, settings in enumerate(WAYS + RULED):
+        for way, settings in enumerate(WAYS + RULED + REPEATING + WORDS):
+            if name.endswith("apart") and "encoder_no_repeat_ngram_size" in settings:
+                continue  # transformers cannot keep out tokens of a source that the decoder does not have
             row = way % 2
             source, real = ids[row : row + 1], mask[row : row + 1]
             # transformers 5.24 cannot cache a decoder of more layers than the encoder has; capacity counts what is
@@ -236,6 +249,10 @@ def make_beams(out: Path) -> None:
             greedy = model.generate(source, attention_mask=real, max_new_tokens=6, eos_token_id=None, **base)
             ends = [int(greedy[0, 4]), int(greedy[0, 6])][: 1 + way % 2]
             base |= {"max_new_tokens": 10, "eos_token_id": ends}
+            if way >= len(WAYS + RULED + REPEATING):
+                kept_out = greedy[0, 1:4].tolist()
+                settings = {**settings, "bad_words_ids": [kept_out[1:]]}
+                settings |= {"begin_suppress_tokens": kept_out[:1]} if settings["num_beams"] > 1 else {}
             way_out = model.generate(
                 source,
                 attention_mask=real,
