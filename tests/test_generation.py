@@ -1,6 +1,9 @@
 """The token loop against one pass of the model, and what a caller may and may not ask of it."""
 
+import json
 import math
+import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -199,3 +202,11 @@ def test_a_text_is_read_again_once_at_most(case):
     contexts = [decoder.cache.context for _ in decoder]
     assert contexts == sorted(contexts)
     assert set(contexts) == {trained - 4, trained + 8}
+
+
+def test_a_generation_config_that_is_not_followed_is_told(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "llama-gqa-tied", tmp_path / "model")
+    for settings, told in (({"no_repeat_ngram_size": 0, "num_beams": 1}, 0), ({"no_repeat_ngram_size": 3}, 1)):
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        notes = [note for note in mt.load(folder).notes if "generation_config.json asks for" in note]
+        assert len(notes) == told and all("no_repeat_ngram_size" in note for note in notes)

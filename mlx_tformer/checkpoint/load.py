@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..config import Config
 from ..encoder import EncoderModel
 from ..errors import BadInput, UsageError
+from ..generation.rule_configs import unfollowed
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
@@ -80,7 +81,7 @@ def wrapped(
     settings = {} if source is None else source.generation_config
     if isinstance(model, Seq2Seq):
         return Seq2SeqModel(model, config, tokenizer, settings, dtype, origin, notes)
-    return LanguageModel(model, config, tokenizer, settings, dtype, origin, notes)
+    return LanguageModel(model, config, tokenizer, settings, dtype, origin, [*notes, *unfollowed(settings)])
 
 
 def load_decoder(

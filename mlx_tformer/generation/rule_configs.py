@@ -1,7 +1,7 @@
 """The rules of a generation config, read and checked."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,6 +25,29 @@ NEUTRAL: dict[str, Any] = {
     "dola_layers": None,
 }
 """Keys that change a text and are not followed, with the values that change nothing."""
+
+
+DECODERS = NEUTRAL | {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+"""The same for models that continue a text."""
+
+
+def unfollowed(settings: Mapping[str, Any]) -> list[str]:
+    """A line if a generation config asks for what is not followed where a text is continued.
+
+    >>> unfollowed({"no_repeat_ngram_size": 3, "num_beams": 1})
+    ['generation_config.json asks for no_repeat_ngram_size, which is not followed here']
+    """
+    asked = [key for key, neutral in DECODERS.items() if settings.get(key) not in (None, neutral)]
+    verb = "is" if len(asked) == 1 else "are"
+    return [f"generation_config.json asks for {', '.join(asked)}, which {verb} not followed here"] if asked else []
 
 
 def rules_of(setting: Callable[[str], Any], vocab: int, file: str) -> Rules:
