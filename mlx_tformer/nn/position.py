@@ -14,6 +14,7 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import kernels
 from ..errors import UsageError
 from .tap import Module
 
@@ -215,6 +216,12 @@ def periods(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.array:
     return mx.array([1 / freq for freq in scaling.frequencies(dims, theta, regime)], dtype=mx.float32)
 
 
+@lru_cache(maxsize=64)
+def frequencies(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.array:
+    """Radians per position, (dims / 2,) in float32; layers share one table."""
+    return mx.array(scaling.frequencies(dims, theta, regime), dtype=mx.float32)
+
+
 class Position(Module):
     """Where tokens stand, told by turning queries and keys or by adding to their scores. This base does neither:
     NoPE."""
@@ -259,6 +266,13 @@ class Rope(Position):
         self.dims, self.theta, self.interleaved = dims, theta, interleaved
         self.scaling = Unscaled() if scaling is None else scaling
         self.turned = dims + dims % 2
+
+    def turn(self, q: mx.array, k: mx.array, offset: int | mx.array, context: int) -> tuple[mx.array, mx.array]:
+        plain = self.scaling.amplitude == 1.0 and self.turned == q.shape[-1]
+        if not kernels.worth_turning(q.shape[2], plain=plain):
+            return super().turn(q, k, offset, context)
+        table = frequencies(self.scaling, self.dims, self.theta, self.regime(context))
+        return kernels.rope(q, k, offset, table, amplitude=self.scaling.amplitude, interleaved=self.interleaved)
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
         table = periods(self.scaling, self.dims, self.theta, self.regime(context))

@@ -33,6 +33,8 @@ CLANG = """-std=c++14 -fsyntax-only -x c++ - -ffreestanding -target arm64-apple-
     -Wall -Wextra -Werror=vla -Xclang -cl-single-precision-constant -Wno-user-defined-literals
     -Wno-unknown-attributes -Wno-c++17-extensions -Wno-undefined-inline -Wno-undefined-internal"""
 
+ARGUMENTS = 31  # buffers that a Metal kernel can have, shapes and strides among them
+
 
 class KernelFault(Exception):
     """The kernel did something that Metal leaves undefined."""
@@ -198,7 +200,7 @@ Buffers = list[tuple[str, np.ndarray, int]]
 def _dispatch(library: Path, source: str, buffers: Buffers, grid: Sequence[int], group: Sequence[int]) -> None:
     if library not in _loaded:
         _loaded[library] = ctypes.CDLL(str(library))
-    rows = ((a.ctypes.data, _extent(a), a.itemsize, kind, name.encode()) for name, a, kind in buffers)
+    rows = (_Buffer(a.ctypes.data, _extent(a), a.itemsize, kind, name.encode()) for name, a, kind in buffers)
     table, three = (_Buffer * len(buffers))(*rows), ctypes.c_uint32 * 3
     job, result = _Dispatch(three(*grid), three(*group), len(buffers), settings.order, table), _Result()
     if _loaded[library].msl_dispatch(ctypes.byref(job), ctypes.byref(result)):
@@ -274,7 +276,10 @@ class Kernel:
             outputs.append((var, filled, 1 if init_value is None else 2))
         if settings.strict:
             check(source, name)
-        _dispatch(build(translate(source, name)), source, self._inputs(arrays, infos) + outputs, threads, group)
+        buffers = self._inputs(arrays, infos) + outputs
+        if len(buffers) > ARGUMENTS:
+            raise KernelFault(f"{len(buffers)} buffers, more than {ARGUMENTS}")
+        _dispatch(build(translate(source, name)), source, buffers, threads, group)
         return [_mlx(a, dtype) for (_, a, _), dtype in zip(outputs, output_dtypes, strict=True)]
 
 

@@ -196,6 +196,13 @@ def test_wrong_numbers_are_found(old, new):
         test_attention(1, 4, 2, 6, 45, 64, True, None, True, source=samples.ATTENTION.replace(old, new))
 
 
+def test_more_buffers_than_metal_has_are_refused():
+    names = [f"x{i}" for i in range(31)]
+    kernel = msl.metal_kernel("many", names, ["out"], "out[0] = " + " + ".join(f"{x}[0]" for x in names) + ";")
+    with pytest.raises(msl.KernelFault, match="32 buffers, more than 31"):
+        kernel([mx.ones((1,))] * 31, [(1,)], [mx.float32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
+
+
 FORBIDDEN = {
     "double": "double x = 0;",
     "standard library": "std::abs(1);",
