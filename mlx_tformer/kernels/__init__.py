@@ -1,18 +1,37 @@
 """Metal kernels beside the plain MLX that says what each computes; every choice among them is a pure function.
 
-Read in this order: `launch`, `rope`.
+Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`.
 """
 
+from .asked import Asked, Sight, Wanted
+from .attention import Plan, attention, attention_statistics, plan, refusal
+from .keys import Keys, Latent, Packed, Plain
 from .launch import Kernel, Maker, Place, made_by, place
 from .rope import plain_rope, rope, worth_turning
+from .twin import Statistics, plain_attention, plain_statistics
 
 __all__ = [
+    "Asked",
     "Kernel",
+    "Keys",
+    "Latent",
     "Maker",
+    "Packed",
     "Place",
+    "Plain",
+    "Plan",
+    "Sight",
+    "Statistics",
+    "Wanted",
+    "attention",
+    "attention_statistics",
     "made_by",
     "place",
+    "plain_attention",
     "plain_rope",
+    "plain_statistics",
+    "plan",
+    "refusal",
     "rope",
     "worth_turning",
 ]
