@@ -1,17 +1,22 @@
 """Metal kernels beside the plain MLX that says what each computes; every choice among them is a pure function.
 
-Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`.
+Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`, `choice`.
 """
 
-from .asked import Asked, Sight, Wanted
+from .asked import Asked, Buckets, Distances, Sight, Slopes, Wanted
 from .attention import Plan, attention, attention_statistics, plan, refusal
+from .choice import Answer, Case, case_of, choose, chosen_for
 from .keys import Keys, Latent, Packed, Plain
 from .launch import Kernel, Maker, Place, made_by, place
 from .rope import plain_rope, rope, worth_turning
 from .twin import Statistics, plain_attention, plain_statistics
 
 __all__ = [
+    "Answer",
     "Asked",
+    "Buckets",
+    "Case",
+    "Distances",
     "Kernel",
     "Keys",
     "Latent",
@@ -21,10 +26,14 @@ __all__ = [
     "Plain",
     "Plan",
     "Sight",
+    "Slopes",
     "Statistics",
     "Wanted",
     "attention",
     "attention_statistics",
+    "case_of",
+    "choose",
+    "chosen_for",
     "made_by",
     "place",
     "plain_attention",

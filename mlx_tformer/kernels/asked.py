@@ -45,47 +45,64 @@ class Sight:
 
 
 @dataclass(frozen=True)
+class Slopes:
+    """A bias of slope · (key's place - query's), one slope for each head (ALiBi, arXiv 2108.12409)."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A bias out of a table (buckets, H): `rows` (2R + 1,) are its rows for the distances of a key from a query from
+    R back to R ahead, the ends for all beyond (T5, arXiv 1910.10683)."""
+
+    table: mx.array
+    rows: mx.array
+
+
+Distances = Slopes | Buckets
+"""What scores gain by how far apart query and key are."""
+
+
+@dataclass(frozen=True)
 class Asked:
     """Everything besides q, k and v that attention depends on.
 
-    slopes: ALiBi's, one for each head, times the distance (j - i). table (buckets, H) and buckets: what is added at
-    each distance from -reach to reach, 2 · reach + 1 numbers of rows of the table, the ends for all beyond (T5).
-    mask: booleans that broadcast to (B, H, L, S), True is seen. left (B,): padding in front of each row.
-    sinks (H,): one more score in each softmax.
+    mask: booleans that broadcast to (B, H, L, S), True is seen. left (B,): padding in front of each row. sinks (H,):
+    one more score in each softmax, whose weight goes nowhere (gpt-oss).
     """
 
     scale: float
     sight: Sight = Sight()
     softcap: float | None = None
-    slopes: tuple[float, ...] | None = None
-    buckets: tuple[int, ...] | None = None
-    table: mx.array | None = None
+    distances: Distances | None = None
     mask: mx.array | None = None
     left: mx.array | None = None
     sinks: mx.array | None = None
 
     @property
-    def has_distances(self) -> bool:
-        """True if scores depend on how far apart queries and keys are."""
-        return self.slopes is not None or self.table is not None
-
-    def arrays(self) -> list[mx.array]:
+    def arrays(self) -> tuple[mx.array, ...]:
         """What has a gradient besides q, k and v."""
-        return [x for x in (self.table, self.sinks) if x is not None]
+        table = self.distances.table if isinstance(self.distances, Buckets) else None
+        return tuple(x for x in (table, self.sinks) if x is not None)
 
     def of(self, arrays: Sequence[mx.array]) -> "Asked":
         """The same with other `arrays`."""
         given = iter(arrays)
-        table = None if self.table is None else next(given)
-        return replace(self, table=table, sinks=None if self.sinks is None else next(given))
+        distances = self.distances
+        if isinstance(distances, Buckets):
+            distances = replace(distances, table=next(given))
+        return replace(self, distances=distances, sinks=None if self.sinks is None else next(given))
 
     def inputs(self, shape: tuple[int, ...], keys: int, splits: int) -> list[mx.array]:
         """The kernel's inputs for queries of `shape`, in the order of their names."""
         none = _none(mx.float32)
         seen = _none(mx.bool_) if self.mask is None else self.mask
-        bias = _floats(self.slopes) if self.slopes is not None else none if self.table is None else self.table
-        sight, biased = self.sight, 1 if self.slopes is not None else 2 if self.table is not None else 0
-        beyond = 0 if self.buckets is None else len(self.buckets) // 2
+        biased, bias, rows, sight = 0, none, _none(mx.int32), self.sight
+        if isinstance(self.distances, Slopes):
+            biased, bias = 1, _floats(self.distances.values)
+        elif isinstance(self.distances, Buckets):
+            biased, bias, rows = 2, self.distances.table, self.distances.rows
         rules = (
             int(sight.causal),
             sight.window or 0,
@@ -97,13 +114,13 @@ class Asked:
             int(self.sinks is not None),
             int(self.left is not None),
             splits,
-            beyond,
+            rows.size // 2,
         )
         return [
             mx.broadcast_to(seen, (*shape[:3], keys)),
             _none(mx.int32) if self.left is None else self.left.astype(mx.int32),
             bias.astype(mx.float32),
-            _integers(self.buckets or (0,)),
+            rows.astype(mx.int32),
             none if self.sinks is None else self.sinks.astype(mx.float32),
             _floats((self.scale, self.softcap or 0.0)),
             _integers(rules),

@@ -64,7 +64,6 @@ def attention(q: mx.array, keys: Keys, asked: Asked, how: Plan | None = None) ->
     Raises UsageError for what the kernel has no answer to: see `refusal`.
     """
     how = _checked(q, keys, asked, None, how)
-    options = asked.arrays()
 
     def fused(q: mx.array, *rest: mx.array) -> mx.array:
         given, others = keys.of(rest[: len(keys.arrays)]), asked.of(rest[len(keys.arrays) :])
@@ -75,7 +74,7 @@ def attention(q: mx.array, keys: Keys, asked: Asked, how: Plan | None = None) ->
         return plain_attention(q, given, others).astype(q.dtype)
 
     backward = _no_gradient if isinstance(keys, Packed) else twin
-    return with_gradient(fused, backward, [q, *keys.arrays, *options])
+    return with_gradient(fused, backward, [q, *keys.arrays, *asked.arrays])
 
 
 def attention_statistics(
@@ -106,7 +105,7 @@ def refusal(q: mx.array, keys: Keys, asked: Asked, wanted: Wanted | None = None)
         return f"heads: found {heads}, expected a multiple of the {keys.heads} key heads"
     if width != keys.width or batch != keys.batch:
         return f"q: found shape {q.shape}, expected a batch of {keys.batch} and {keys.width} features, as keys have"
-    if queries > keys.length and (asked.sight.relative or asked.has_distances):
+    if queries > keys.length and (asked.sight.relative or asked.distances is not None):
         return f"q: found {queries} queries, expected {keys.length} or fewer, since places are counted from the end"
     if isinstance(keys, Packed) and wanted is not None:
         return "statistics: packed keys have none; unpack them first"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .asked import Asked, Wanted
+from .asked import Asked, Buckets, Slopes, Wanted
 from .keys import Keys
 
 
@@ -61,12 +61,12 @@ def _scores(q: mx.array, keys: Keys, asked: Asked) -> tuple[mx.array, mx.array]:
     if asked.softcap is not None:
         scores = asked.softcap * mx.tanh(scores / asked.softcap)
     apart = _apart(q.shape[2], keys.length)
-    if asked.slopes is not None:
-        scores = scores + mx.array(asked.slopes)[:, None, None] * apart.astype(mx.float32)
-    if asked.table is not None and asked.buckets is not None:
-        beyond = len(asked.buckets) // 2
-        rows = mx.array(asked.buckets)[mx.clip(apart + beyond, 0, 2 * beyond)]  # (L, S)
-        scores = scores + asked.table.astype(mx.float32)[rows].transpose(2, 0, 1)
+    if isinstance(asked.distances, Slopes):
+        scores = scores + mx.array(asked.distances.values)[:, None, None] * apart.astype(mx.float32)
+    if isinstance(asked.distances, Buckets):
+        beyond = asked.distances.rows.size // 2
+        rows = asked.distances.rows[mx.clip(apart + beyond, 0, 2 * beyond)]  # (L, S)
+        scores = scores + asked.distances.table.astype(mx.float32)[rows].transpose(2, 0, 1)
     seen = asked.sight.booleans(q.shape[2], keys.length, asked.left)
     return mx.where(seen if asked.mask is None else seen & asked.mask, scores, -mx.inf), v
 

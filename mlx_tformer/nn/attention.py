@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import kernels
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
 from .mask import Causal, Mask, window_of
@@ -82,7 +83,18 @@ class Attention(Stateful):
             k, v = state.append(k, v)  # (B, K, S, D)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
-        z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks)
+        z = attend(
+            self,
+            q,
+            k,
+            v,
+            scale=self.scale,
+            mask=mask,
+            bias=bias,
+            distances=self.position.distances,
+            softcap=self.softcap,
+            sinks=sinks,
+        )
         return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -101,18 +113,25 @@ def attend(
     scale: float,
     mask: mx.array | str | None = None,
     bias: mx.array | None = None,
+    distances: kernels.Distances | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """softmax(scale · q kᵀ + bias) v over what `mask` lets be seen; q (B, H, L, D), k (B, K, S, D) and v (B, K, S, E)
     -> (B, H, L, E).
 
-    bias: (H, L, S), added to the scores. softcap: scores become softcap · tanh(score / softcap). sinks: (H,), one
-    more score in each softmax, whose weight goes nowhere. Fused, unless somebody watches the scores or the pattern
-    of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
-    gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
+    bias: (H, L, S), added to the scores; distances: the same by distance, where it can be told so. softcap: scores
+    become softcap · tanh(score / softcap). sinks: (H,), one more score in each softmax, whose weight goes nowhere.
+    Fused, by MLX or by a kernel of `kernels`, unless somebody watches the scores or the pattern of this module, or
+    scores are capped where no kernel of ours runs: then the explicit twin, which gives the same. A query that sees
+    nothing gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
     """
-    if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
+    shown = wanted(module, "scores") or wanted(module, "pattern")
+    if not shown and (bias is None or distances is not None):
+        keys, asked = kernels.Plain(k, v), asked_of(scale, mask, distances, softcap, sinks)
+        if kernels.chosen_for(q, keys, asked):
+            return kernels.attention(q, keys, asked)
+    if shown or softcap is not None:
         return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
     added = mask
     if bias is not None:
@@ -121,6 +140,19 @@ def attend(
     sinks = None if sinks is None else sinks.astype(q.dtype)
     z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=added, sinks=sinks)
     return z if not isinstance(mask, mx.array) else mx.where(mask.any(axis=-1, keepdims=True), z, 0)
+
+
+def asked_of(
+    scale: float,
+    mask: mx.array | str | None,
+    distances: kernels.Distances | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> kernels.Asked:
+    """What a kernel is asked for."""
+    seen = mask if isinstance(mask, mx.array) else None
+    sight = kernels.Sight(causal=isinstance(mask, str))
+    return kernels.Asked(scale, sight, softcap, distances, seen, sinks=sinks)
 
 
 def _explicit(

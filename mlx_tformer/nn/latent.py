@@ -9,12 +9,13 @@ over the latents.
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import attend
+from .. import kernels
+from .attention import asked_of, attend
 from .cache import KV, State, Stateful
 from .context import Context
 from .mask import Causal, Mask
 from .position import Position
-from .tap import tap
+from .tap import tap, wanted
 
 ABSORBED_UP_TO = 8
 """Queries at a time for which absorbing is cheaper than expanding."""
@@ -112,6 +113,11 @@ class LatentAttention(Stateful):
         """(q Wk) · latent instead of q · (Wk latent), and Wv after the sum instead of before: one key head for all."""
         to_key, to_value = mx.split(self.kv_up, [self.plain], axis=1)  # (H, plain, rank), (H, value, rank)
         q = mx.concatenate([q @ to_key, q_turning], axis=-1)  # (B, H, L, rank + rotary)
-        k = mx.concatenate([latent, turning], axis=-1)
-        z = attend(self, tap(self, "q", q), tap(self, "k", k), latent, scale=self.scale, mask=mask)
+        q, keys, asked = tap(self, "q", q), kernels.Latent(latent, turning), asked_of(self.scale, mask)
+        shown = any(wanted(self, name) for name in ("k", "scores", "pattern"))
+        if not shown and kernels.chosen_for(q, keys, asked):
+            z = kernels.attention(q, keys, asked)
+        else:
+            k = tap(self, "k", mx.concatenate([latent, turning], axis=-1))
+            z = attend(self, q, k, latent, scale=self.scale, mask=mask)
         return z @ to_value.swapaxes(1, 2)

@@ -245,6 +245,12 @@ class Position(Module):
         """
         return x
 
+    @property
+    def distances(self) -> kernels.Distances | None:
+        """What `bias` adds as kernels know it, where only the distance matters; None where it does not, or there is
+        no bias."""
+        return None
+
     def regime(self, context: int) -> int:
         """Equal numbers mean that keys rotated for one context are right for the other."""
         return 0
@@ -306,6 +312,10 @@ class Alibi(Position):
     def __init__(self, heads: int):
         super().__init__()
         self.slopes = alibi_slopes(heads)
+
+    @property
+    def distances(self) -> kernels.Distances:
+        return kernels.Slopes(self.slopes)
 
     def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array:
         distance = mx.arange(keys.start, keys.stop) - mx.arange(queries.start, queries.stop)[:, None]

@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 from float64 import random
 
-from mlx_tformer.kernels import Asked, Sight
+from mlx_tformer.kernels import Asked, Buckets, Sight, Slopes
 
-BUCKETS = (3, 3, 2, 2, 1, 0, 4, 5, 5)
+ROWS = mx.array([3, 3, 2, 2, 1, 0, 4, 5, 5])
 """A row of the table for each distance from -4 to 4."""
 
 Shape = tuple[int, int, int, int, int]
@@ -17,8 +17,8 @@ Shape = tuple[int, int, int, int, int]
 
 OPTIONS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "softcap": lambda shape: {"softcap": 1.5},
-    "alibi": lambda shape: {"slopes": tuple(2.0 ** -(1 + i) for i in range(shape[1]))},
-    "buckets": lambda shape: {"buckets": BUCKETS, "table": random(6, shape[1], seed=7)},
+    "alibi": lambda shape: {"distances": Slopes(tuple(2.0 ** -(1 + i) for i in range(shape[1])))},
+    "buckets": lambda shape: {"distances": Buckets(random(6, shape[1], seed=7), ROWS)},
     "sinks": lambda shape: {"sinks": random(shape[1], seed=8)},
     "padding": lambda shape: {"left": mx.array([(3 * b + 1) % 5 for b in range(shape[0])])},
     "one mask": lambda shape: {"mask": random(shape[3], shape[4], seed=9) > -0.5},

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_tformer.kernels import Asked, Wanted
+from mlx_tformer.kernels import Asked, Buckets, Slopes, Wanted
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 
@@ -71,12 +71,12 @@ def scores(q: np.ndarray, k: np.ndarray, asked: Asked) -> np.ndarray:
     if asked.softcap is not None:
         found = asked.softcap * np.tanh(found / asked.softcap)
     apart = np.arange(keys) - np.arange(keys - queries, keys)[:, None]
-    if asked.slopes is not None:
-        found = found + np.float32(asked.slopes).astype(np.float64)[:, None, None] * apart
-    if asked.table is not None:
-        beyond = len(asked.buckets) // 2
-        rows = np.array(asked.buckets)[np.clip(apart + beyond, 0, 2 * beyond)]
-        found = found + f64(asked.table)[rows].transpose(2, 0, 1)
+    if isinstance(asked.distances, Slopes):
+        found = found + np.float32(asked.distances.values).astype(np.float64)[:, None, None] * apart
+    if isinstance(asked.distances, Buckets):
+        beyond = asked.distances.rows.size // 2
+        rows = np.array(asked.distances.rows)[np.clip(apart + beyond, 0, 2 * beyond)]
+        found = found + f64(asked.distances.table)[rows].transpose(2, 0, 1)
     return found
 
 

@@ -9,7 +9,17 @@ import pytest
 from float64 import TOLERANCE, assert_close, bits, f64, random
 
 from mlx_tformer import UsageError, kernels
-from mlx_tformer.kernels import Asked, Plain, Plan, Sight, Wanted, attention, attention_statistics, plain_attention
+from mlx_tformer.kernels import (
+    Asked,
+    Plain,
+    Plan,
+    Sight,
+    Slopes,
+    Wanted,
+    attention,
+    attention_statistics,
+    plain_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("on_trial")
 
@@ -153,7 +163,7 @@ def test_its_gradient_is_that_of_the_twin():
         def loss(q, k, v, table, sinks):
             return (how(q, Plain(k, v), asked.of([table, sinks])) * pull).sum()
 
-        return mx.grad(loss, argnums=range(5))(q, keys.k, keys.v, asked.table, asked.sinks)
+        return mx.grad(loss, argnums=range(5))(q, keys.k, keys.v, *asked.arrays)
 
     for x, y in zip(gradients(attention), gradients(plain_attention), strict=True):
         assert_close(x, f64(y), 1e-5)
@@ -173,7 +183,7 @@ def test_the_twin_is_float64s(case):
 
 @pytest.mark.parametrize("shape, asked, wanted, complaint", [
     ((1, 4, 2, 9, 4), Asked(1.0, Sight(causal=True)), WANTED, "q: found 9 queries, expected 4 or fewer"),
-    ((1, 4, 2, 9, 4), Asked(1.0, slopes=(1.0,) * 4), WANTED, "q: found 9 queries, expected 4 or fewer"),
+    ((1, 4, 2, 9, 4), Asked(1.0, distances=Slopes((1.0,) * 4)), WANTED, "q: found 9 queries, expected 4 or fewer"),
     ((1, 5, 2, 1, 4), Asked(1.0), WANTED, "heads: found 5, expected a multiple of the 2 key heads"),
     ((1, 4, 2, 1, 4), Asked(1.0), Wanted((), 9), "top: found 9, expected 8 or fewer"),
     ((1, 4, 2, 1, 4), Asked(1.0), Wanted(((0, 1),) * 33), "spans: found 33, expected 32 or fewer"),

@@ -1,0 +1,62 @@
+"""Whole models whose attention, positions and routers run through our kernels give transformers' logits."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msl
+import pytest
+from helpers import expected, gap, golden, ids_of, limit
+
+from mlx_tformer import kernels
+
+# A golden case, and what it asks of the kernels.
+CASES = {
+    "gemma2": "soft cap, window, wide scale",
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+    "gpt_oss": "sinks, window, YaRN",
+    "llama-yarn": "amplitude",
+    "phi3-longrope": "amplitude",
+    "gptj": "interleaved",
+    "llama4": "chunks",
+    "deepseek_v3": "latents",
+    "deepseek_v3-yarn": "latents, YaRN",
+}
+
+
+@pytest.fixture(autouse=True)
+def launched() -> Iterator[Counter[str]]:
+    """How often each kernel ran, all by the harness."""
+    counts: Counter[str] = Counter()
+
+    def make(**settings):
+        kernel = msl.metal_kernel(**settings)
+
+        def run(**launch):
+            counts[settings["name"].removeprefix("mlx_tformer_")] += 1
+            return kernel(**launch)
+
+        return run
+
+    with kernels.made_by(make):
+        yield counts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, launched):
+    model, wanted = golden(case), expected(case)["logits"]
+    assert gap(model(ids_of(case)), wanted) < limit(wanted)
+    assert launched["attention"] == len(model.decoder.layers)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cached_steps_are_those_of_transformers(case, launched):
+    model, ids, wanted = golden(case), ids_of(case), expected(case)["logits"]
+    cache, start = model.new_cache(24), 0
+    for size in (10, 1, 1, 12):
+        found = model(ids[:, start : start + size], cache)
+        assert gap(found, wanted[:, start : start + size]) < limit(wanted)
+        start += size
+    layers = len(model.decoder.layers)
+    assert launched["attention"] == (2 if "deepseek" in case else 4) * layers
+    assert launched["attention_latent"] == (2 if "deepseek" in case else 0) * layers
