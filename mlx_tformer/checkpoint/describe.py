@@ -55,7 +55,7 @@ def _built(source: Source) -> LM:
     if source.tensors:
         return _decoder(plan(source).model, source)
     config = language_config(source)
-    model = build(family(config.model_type), config)
+    model = build(family(config.model_type, config.file), config)
     pack(model, source.quantization)
     return _decoder(model, source)
 

@@ -150,7 +150,7 @@ def plan(source: Source) -> Plan:
     or dtype.
     """
     config = language_config(source)
-    kind = family(config.model_type)
+    kind = family(config.model_type, config.file)
     model = build(kind, config)
     names = language_names(kind.names(config), source.config, source.tensors)
     theirs = language_names(with_mlx_names(kind.name, kind.names(config)), source.config, source.tensors)

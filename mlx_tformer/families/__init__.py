@@ -47,13 +47,11 @@ def known() -> list[str]:
 
 
 @cache
-def family(model_type: str) -> Family:
-    """The family for a `model_type`; raises BadInput that lists the known ones, nearest first."""
+def family(model_type: str, file: str = "config.json") -> Family:
+    """The family for a `model_type`; raises BadInput, about `file`, that lists the known ones, nearest first."""
     name = model_type.replace("-", "_")
     if name not in known():
         near = difflib.get_close_matches(name, known(), n=len(known()), cutoff=0.0)
-        raise BadInput(
-            f"found {model_type!r}, expected one of {', '.join(near)}", file="config.json", field="model_type"
-        )
+        raise BadInput(f"found {model_type!r}, expected one of {', '.join(near)}", file=file, field="model_type")
     module = import_module(f"{__name__}.{name}")
     return Family(name, (module.__doc__ or "").strip(), module.ABSENT, module.model, module.names)

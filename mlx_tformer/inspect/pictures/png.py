@@ -1,0 +1,109 @@
+"""Pictures as PNG, through matplotlib (the extra `plot`)."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InputOutputError, UsageError
+from .colours import LIGHT, LIGHT_BELOW
+from .picture import Grid, Heads, Picture, printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LABELLED = 64
+"""Rows or columns up to which each has its label."""
+WRITTEN = 400
+"""Cells up to which their values are written into them."""
+ACROSS = 12
+"""Heads beside each other."""
+
+
+def png(picture: Picture, path: str | Path, *, dpi: int = 150) -> None:
+    """Write a picture to a file; raises UsageError without matplotlib, InputOutputError where it cannot be written."""
+    made = figure(picture)
+    try:
+        with warnings.catch_warnings():
+            # A script that the fonts of this machine lack becomes boxes.
+            warnings.filterwarnings("ignore", "Glyph .* missing")
+            made.savefig(path, dpi=dpi, format="png")
+    except OSError as error:
+        raise InputOutputError(f"{path}: {error.strerror or error}") from None
+
+
+def figure(picture: Picture) -> "Figure":
+    """The picture as a matplotlib figure, to be changed further: a grid, or a small map for each head, a row or more
+    for each layer."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("a PNG needs matplotlib: pip install 'mlx-tformer[plot]'") from None
+    return _heads(picture, Figure) if isinstance(picture, Heads) else _grid(picture, Figure)
+
+
+def _grid(picture: Grid, make: Any) -> "Figure":
+    rows, columns = picture.values.shape
+    width = min(16.0, max(4.5, 0.28 * columns * (2.2 if picture.text is not None else 1) + 2.5))
+    drawn: Figure = make(figsize=(width, min(16.0, max(3.0, 0.26 * rows + 1.8))), layout="constrained")
+    axes = drawn.add_subplot()
+    low, high = picture.bounds
+    image = axes.imshow(picture.values, cmap=_colours(low < 0), vmin=low, vmax=high, aspect="auto")
+    axes.set(title=picture.title, xlabel=picture.across, ylabel=picture.down)
+    _ticks(axes, picture.rows, picture.columns)
+    if picture.text is not None or picture.values.size <= WRITTEN:
+        _write(axes, picture)
+    drawn.colorbar(image, ax=axes)
+    return drawn
+
+
+def _write(axes: "Axes", picture: Grid) -> None:
+    """The texts or the values of the cells, in an ink that shows on their colour."""
+    low, high = picture.bounds
+    for row, values in enumerate(picture.values.tolist()):
+        for column, value in enumerate(values):
+            text = f"{value:.2g}" if picture.text is None else _plain(picture.text[row][column])
+            strong = abs(value) > 0.55 * max(-low, high)
+            axes.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if strong else "black")
+
+
+def _heads(picture: Heads, make: Any) -> "Figure":
+    across = min(ACROSS, max(len(pattern) for pattern in picture.patterns.values()))
+    lines = [-(-len(pattern) // across) for pattern in picture.patterns.values()]
+    drawn: Figure = make(figsize=(1.6 * across + 1.0, 1.75 * sum(lines) + 0.6), layout="constrained")
+    places = drawn.subplots(sum(lines), across, squeeze=False)
+    for axes in places.flat:
+        axes.set_axis_off()
+    line = 0
+    for (layer, pattern), used in zip(picture.patterns.items(), lines, strict=True):
+        for head, values in enumerate(pattern):
+            axes = places[line + head // across, head % across]
+            axes.set_axis_on()
+            image = axes.imshow(values, cmap=_colours(False), vmin=0, vmax=1, aspect="auto")
+            axes.set_title(f"{layer}.{head}", fontsize=8)
+            axes.set(xticks=[], yticks=[])
+        line += used
+    drawn.suptitle("\n".join([picture.title, *picture.notes]).strip(), fontsize=9)
+    drawn.colorbar(image, ax=places, aspect=40, label="attention (queries down, keys across)")
+    return drawn
+
+
+def _ticks(axes: "Axes", rows: Sequence[str], columns: Sequence[str]) -> None:
+    """Labels at every row and column, or at some where there are too many."""
+    for set_ticks, labels, turned in ((axes.set_yticks, rows, 0), (axes.set_xticks, columns, 90)):
+        step = -(-len(labels) // LABELLED)
+        shown = [_plain(label) for label in labels[::step]]
+        set_ticks(range(0, len(labels), step), shown, fontsize=7, rotation=turned)
+
+
+def _plain(label: str) -> str:
+    """A label without what matplotlib would take for a formula."""
+    return printable(label).replace("$", r"\$")
+
+
+def _colours(signed: bool) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    stops = [*LIGHT_BELOW[:0:-1], *LIGHT] if signed else LIGHT
+    return LinearSegmentedColormap.from_list("ours", [tuple(part / 255 for part in stop) for stop in stops])
