@@ -1,6 +1,7 @@
 """Metal kernels beside the plain MLX that says what each computes; every choice among them is a pure function.
 
-Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`, `choice`.
+Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`, `choice`,
+`router`.
 """
 
 from .asked import Asked, Buckets, Distances, Sight, Slopes, Wanted
@@ -9,6 +10,7 @@ from .choice import Answer, Case, case_of, choose, chosen_for
 from .keys import Keys, Latent, Packed, Plain
 from .launch import Kernel, Maker, Place, made_by, place
 from .rope import plain_rope, rope, worth_turning
+from .router import Rules, plain_route, route, worth_routing
 from .twin import Statistics, plain_attention, plain_statistics
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Place",
     "Plain",
     "Plan",
+    "Rules",
     "Sight",
     "Slopes",
     "Statistics",
@@ -38,9 +41,12 @@ __all__ = [
     "place",
     "plain_attention",
     "plain_rope",
+    "plain_route",
     "plain_statistics",
     "plan",
     "refusal",
     "rope",
+    "route",
+    "worth_routing",
     "worth_turning",
 ]

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import msl
 import pytest
-from helpers import expected, gap, golden, ids_of, limit
+from helpers import attentions, expected, gap, golden, ids_of, limit
 
 from mlx_tformer import kernels
+from mlx_tformer.nn import Rope, Router
 
 # A golden case, and what it asks of the kernels.
 CASES = {
@@ -21,6 +22,8 @@ CASES = {
     "llama4": "chunks",
     "deepseek_v3": "latents",
     "deepseek_v3-yarn": "latents, YaRN",
+    "olmoe": "a router",
+    "granitemoe": "a router of its own kind",
 }
 
 
@@ -47,6 +50,8 @@ def test_logits_are_those_of_transformers(case, launched):
     model, wanted = golden(case), expected(case)["logits"]
     assert gap(model(ids_of(case)), wanted) < limit(wanted)
     assert launched["attention"] == len(model.decoder.layers)
+    assert launched["rope"] == sum(isinstance(op.position, Rope) for op in attentions(model))
+    assert launched["router"] == sum(isinstance(module, Router) for module in model.modules())
 
 
 @pytest.mark.parametrize("case", CASES)
