@@ -71,6 +71,14 @@ def test_packed_keys_may_be_a_stretch_of_a_longer_buffer():
     assert bits(attention(q, keys.of(longer), Asked(0.3))) == bits(attention(q, keys, Asked(0.3)))
 
 
+def test_a_query_that_sees_nothing_gives_zeros_after_merging():
+    q, keys = packed((1, 2, 1, 2, 9), 64, 64, 32, 4, mx.float32)
+    mask = mx.array([[False] * 9, [True] * 4 + [False] * 5])  # nothing at all, and nothing in the last split
+    found = attention(q, keys, Asked(0.3, mask=mask), Plan(2, 1, 3))
+    assert not found[:, :, 0].any().item()
+    assert_close(found, in_float64(q, keys, Asked(0.3, mask=mask)), 1e-5)
+
+
 def test_packed_keys_have_no_gradient_and_no_statistics():
     q, keys = packed(SHAPE, 64, 64, 32, 4, mx.float32)
     with pytest.raises(UsageError, match="gradient: packed keys have none"):
