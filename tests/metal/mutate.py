@@ -5,8 +5,8 @@
 
 A fault is a barrier that is gone or orders no memory, a comparison shifted by one or turned round, a term of one left
 out, the lesser bound taken for the greater, an "and" for an "or", a conditional statement left out. `mutations.tsv`
-holds them with the test that found each; one that no test can find, because it changes nothing, has its reason there and
-is not planted again. It ends with 1 if a fault was found by nothing.
+holds them with the test that found each; one that no test can find, because it changes nothing, has its reason there
+and is not planted again. It ends with 1 if a fault was found by nothing.
 """
 
 import argparse
