@@ -145,7 +145,7 @@ def build(text: str) -> Path:
         _run(
             [
                 *GPP.split(),
-                "-fsanitize=thread",
+                "-fsanitize=thread,bounds",
                 "-I",
                 HERE / "shim",
                 "-c",

@@ -157,7 +157,12 @@ BUGS = {
     "past the end of threadgroup memory": (
         "part[group][lane * PER + e] =",
         "part[group + 1][lane * PER + e] =",
-        "of 'part'",
+        "index 4 is out of the bounds of an array",
+    ),
+    "past the end of a thread's own memory": (
+        "e < PER; ++e) s +=",
+        "e <= PER; ++e) s +=",
+        "index 2 is out of the bounds",
     ),
     "read of what nobody wrote": ("        best[group] = peak;\n", "", "'best'.* before anything was written"),
     "every lane writes the result": ("if (thread_index_in_threadgroup == 0)", "", "race: write of 'lse'"),
