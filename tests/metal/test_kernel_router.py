@@ -22,7 +22,8 @@ CASES = {
     "correction and groups by two": (9, 256, Rules(8, "sigmoid", normalise=True, scale=2.5, groups=(8, 4, 2)), True),
     "correction": (3, 33, Rules(3, "sigmoid", normalise=True), True),
     "everyone": (2, 6, Rules(6, normalise=True), True),
-    "groups of three": (3, 12, Rules(3, "softmax", groups=(4, 2, 3)), True),
+    "groups by three": (3, 12, Rules(3, "softmax", groups=(4, 2, 3)), True),
+    "groups wider than a simdgroup": (6, 144, Rules(5, "none", groups=(2, 1, 3)), False),
 }
 
 
@@ -60,6 +61,18 @@ def test_it_routes_as_float64_does(case):
         found = how(logits, rules, correction)
         assert np.array_equal(np.array(found[1]), chosen)
         assert_close(found[0], weights, 1e-5)
+
+
+@pytest.mark.parametrize("rules, experts", [
+    (Rules(4, "none", groups=(4, 2, 2)), 8), (Rules(5, "none", groups=(3, 1, 3)), 15),
+    (Rules(6, "none", groups=(2, 1, 3)), 144), (Rules(7, "none"), 70),
+], ids=str)  # fmt: skip
+def test_equals_are_told_apart_by_their_numbers_alone(rules, experts):
+    logits = mx.round(random(40, experts))  # few different numbers, so that most are equal to others
+    weights, chosen = wanted(f64(logits), rules, 0.0)
+    found = route(logits, rules)
+    assert np.array_equal(np.array(found[1]), chosen)
+    assert_close(found[0], weights, 1e-6)
 
 
 @pytest.mark.parametrize("experts", [31, 32, 64, 65])
