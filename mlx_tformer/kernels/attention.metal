@@ -179,8 +179,10 @@ for (int j = begin + split * stretch + group; j < stop; j += GROUPS) {
     }
 }
 
-// What the simdgroups found, row by row, becomes one result.
-for (int r = 0; r < count; ++r) {
+// What the simdgroups found, row by row, becomes one result. The bound is a constant, so that the compiler unrolls the
+// loop and rows stay in registers.
+for (int r = 0; r < ROWS; ++r) {
+    if (r >= count) continue;
     for (int e = 0; e < OWN; ++e)
         if (lane + 32 * e < VALUE) part[group][lane + 32 * e] = sum[r][e];
     if (lane == 0) {

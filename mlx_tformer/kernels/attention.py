@@ -21,8 +21,9 @@ PLENTY = 64
 """Threadgroups from which a GPU has enough to do, so that keys need no splitting."""
 STRETCH = 256
 """Keys at least in each split."""
-NUMBERS = 160
-"""Floats that a lane may hold for the queries and sums of its rows."""
+NUMBERS = 72
+"""Floats that a lane may hold for the queries and sums of its rows, so that they stay in registers with a key and a
+value beside them."""
 MOST_TOP, MOST_SPANS = 8, 32
 
 _OPTIONS = ("mask", "left", "bias", "buckets", "sinks", "numbers", "rules")

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ TESTS = {
     "router": ["test_kernel_router.py"],
 }
 SHIFTED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&"}
-NOTHING, NOT_FOUND = "changes nothing: ", "NOT FOUND"
+NOTHING, NOT_FOUND, CRASH = "changes nothing: ", "NOT FOUND", "the process ends"
+LONGEST = 900
+"""Seconds for one fault: a loop may have lost its end."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class FirstFailure:
 
 
 def found_by(mutant: Mutant) -> str:
-    """The first test that fails with this fault, or an empty text."""
+    """The first test that fails with this fault, or NOT_FOUND."""
     import msl
     import pytest
 
@@ -122,30 +124,42 @@ def found_by(mutant: Mutant) -> str:
         return sound(**(settings | {"source": text} if faulty else settings))
 
     msl.metal_kernel, msl.clang = make, lambda: None  # clang takes most faults for sound
-    signal.alarm(600)
     files = [str(HERE / name) for name in TESTS[mutant.file]][:: -1 if mutant.variant else 1]
-    output = os.dup(1)
-    try:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no", *files], plugins=[first])
-    finally:
-        os.dup2(output, 1)
-        signal.alarm(0)
-    return first.name
+    pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no", *files], plugins=[first])
+    return first.name or NOT_FOUND
+
+
+def side_by_side(todo: Iterable[Mutant], jobs: int) -> Iterator[tuple[Mutant, str]]:
+    """Each fault with what found it; each in a process of its own, which it may take down."""
+    waiting, running = list(todo), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant, (reading, writing) = waiting.pop(0), os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                signal.alarm(LONGEST)
+                os.write(writing, found_by(mutant).encode())
+                os._exit(0)
+            os.close(writing)
+            running[pid] = mutant, reading
+        pid, status = os.wait()
+        mutant, reading = running.pop(pid)
+        with os.fdopen(reading) as stream:
+            yield mutant, stream.read() if status == 0 else CRASH
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", help=f"out of {', '.join(TESTS)}")
     parser.add_argument("--again", action="store_true", help="plant those too that were found before")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     given, verdicts, missed = parser.parse_args(), known(), 0
-    for mutant in (m for file in given.kernels or TESTS for m in mutants(file)):
-        verdict = verdicts.get(mutant.key, NOT_FOUND)
-        if verdict.startswith(NOTHING) or (verdict != NOT_FOUND and not given.again):
-            continue
-        verdict = found_by(mutant) or NOT_FOUND
+    every = [mutant for file in given.kernels or TESTS for mutant in mutants(file)]
+    todo = [m for m in every if not verdicts.get(m.key, NOT_FOUND).startswith(NOTHING)]
+    todo = [m for m in todo if given.again or verdicts.get(m.key, NOT_FOUND) == NOT_FOUND]
+    for mutant, verdict in side_by_side(todo, given.jobs):
         missed += verdict == NOT_FOUND
         verdicts[mutant.key] = verdict
         write(verdicts)
