@@ -1,18 +1,16 @@
 """`mlx-tformer convert`: a checkpoint into our own layout."""
 
 import re
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .progress import progress_bar
 from .terminal import Writer, note
 
 if TYPE_CHECKING:
     from mlx_tformer import Conversion
-    from mlx_tformer.checkpoint.output import Progress
 
 
 @click.command("convert", short_help="Make a folder that loads fast, from a checkpoint of any kind.")
@@ -98,30 +96,3 @@ def grouped(entries: Iterable[str]) -> list[str]:
         before, *rest = re.split(r"(\d+)", entry, maxsplit=1)
         groups.setdefault((before, "".join(rest[1:])), []).extend(map(int, rest[:1]))
     return [f"{before}{ranges(sorted(numbers))}{after}" for (before, after), numbers in groups.items()]
-
-
-@contextmanager
-def progress_bar(doing: str = "converting") -> "Iterator[Progress | None]":
-    """A progress bar of bytes on standard error if that is a terminal; it appears with the first bytes.
-
-    Before them a download may have bars of its own.
-    """
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = (progress.TextColumn(doing), progress.BarColumn(), progress.DownloadColumn())
-    rates = (progress.TransferSpeedColumn(), progress.TimeRemainingColumn())
-    bar = progress.Progress(*columns, *rates, console=Console(stderr=True), transient=True)
-    task = bar.add_task(doing)
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        bar.stop()

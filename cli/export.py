@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .convert import grouped, progress_bar
+from .convert import grouped
+from .progress import progress_bar
 from .terminal import Writer, note
 
 if TYPE_CHECKING:

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .options import NAMES, GroupedCommand, sampling_options, sampling_settings
 from .terminal import Writer, note, read_input, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mlx_tformer import LanguageModel
-    from mlx_tformer.generation import Generation
+    from mlx_tformer.generation import Generation, Step
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-FILTERS = {"top_k", "top_p", "min_p"}
+TEXTS = ("logit_bias", "bad_words")
 
 
-@click.command("generate", short_help="Continue a text, or answer a message.")
+@click.command("generate", cls=GroupedCommand, short_help="Continue a text, or answer a message.")
 @click.argument("prompt", required=False)
 @click.option(
     "-m", "--model", metavar="MODEL", help="A folder, a .gguf file, a name in ./weights, or a name on the hub."
@@ -29,16 +29,14 @@ FILTERS = {"top_k", "top_p", "min_p"}
 @click.option("--system", metavar="TEXT", help="System message, for a model with a chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("-n", "--max-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
-@click.option("--temperature", type=float, metavar="T", help="0: always the most likely token; higher: more variety.")
-@click.option("--top-k", type=int, metavar="K", help="Choose among the K most likely tokens (0: all).")
-@click.option("--top-p", type=float, metavar="P", help="Choose among the likeliest tokens that make up P.")
-@click.option("--min-p", type=float, metavar="P", help="Choose among tokens at least P times as likely as the best.")
-@click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; can be given several times.")
 @click.option("--dtype", metavar="TYPE", help="Compute in float32, float16 or bfloat16 instead of the stored type.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
+@click.option("--logprobs", type=int, metavar="N", help="With --json: the N likeliest tokens in place of each.")
+@click.option("--prompt-logprobs", is_flag=True, help="With --json: log-probabilities of the prompt's tokens.")
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
+@sampling_options
 def command(**options: Any) -> None:
     """Continue PROMPT, or answer it if the model has a chat template.
 
@@ -62,7 +60,8 @@ def command(**options: Any) -> None:
 
     --stats shows prompt tokens per second until the first new token, and generated tokens per second after it.
     """
-    generate(Request(**options))
+    sampling = {name: options.pop(name) for name in (*NAMES, *TEXTS)}
+    generate(Request(**options, sampling=sampling))
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,14 @@ class Request:
     system: str | None
     raw: bool
     max_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
     stop: tuple[str, ...]
     dtype: str | None
     as_json: bool
+    logprobs: int | None
+    prompt_logprobs: bool
     stats: bool
     wired: bool
+    sampling: dict[str, Any]
 
 
 def generate(asked: Request) -> None:
@@ -92,15 +89,18 @@ def generate(asked: Request) -> None:
     text = prompt_text(asked.prompt)
     if asked.raw and asked.system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out")
+    if (asked.logprobs is not None or asked.prompt_logprobs) and not asked.as_json:
+        raise click.UsageError("--logprobs and --prompt-logprobs need --json, which they are printed in")
     lm = loaded(asked)
     chat = lm.has_chat_template and not asked.raw
     ids = conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
     check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
-    settings = sampling(lm, asked)
+    settings = sampling_settings(asked.sampling, lm.recommended_sampling)
+    told = {"logprobs": asked.logprobs or 0, "prompt_logprobs": asked.prompt_logprobs}
     with bounded_cache(FREED), wired(asked.wired):
-        generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **settings)
+        generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **told, **settings)
         for line in lm.notes:
             note(line)
         try:
@@ -151,15 +151,6 @@ def plain(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]"
     return lm.tokens(text)
 
 
-def sampling(lm: "LanguageModel", asked: Request) -> dict[str, Any]:
-    """The sampling settings: what was given, then what the model's authors recommend."""
-    given = {name: value for name, value in vars(asked).items() if name in SAMPLING and value is not None}
-    settings: dict[str, Any] = {**lm.recommended_sampling, **given}
-    if given.keys() & FILTERS:
-        settings.setdefault("temperature", 1.0)
-    return settings
-
-
 def print_text(generation: "Generation") -> None:
     """The text as it comes."""
     with Writer() as out:
@@ -169,30 +160,34 @@ def print_text(generation: "Generation") -> None:
 
 def print_json(lm: "LanguageModel", generation: "Generation", settings: dict[str, Any]) -> None:
     """Everything about a generation in one object; after Ctrl-C, everything up to there."""
-    logprobs: list[float] = []
+    steps: list[Step] = []
     try:
-        for step in generation:
-            logprobs.append(step.logprob)
+        steps.extend(generation)
     except KeyboardInterrupt:
-        write_json(as_dict(lm, generation, settings, logprobs))
+        write_json(as_dict(lm, generation, settings, steps))
         raise
-    write_json(as_dict(lm, generation, settings, logprobs))
+    write_json(as_dict(lm, generation, settings, steps))
 
 
 def as_dict(
-    lm: "LanguageModel", generation: "Generation", settings: dict[str, Any], logprobs: list[float]
+    lm: "LanguageModel", generation: "Generation", settings: dict[str, Any], steps: "list[Step]"
 ) -> dict[str, Any]:
     """What `--json` tells; `finish` is null if the generation was interrupted."""
-    return {
+    found: dict[str, Any] = {
         "model": lm.origin,
         "text": generation.text,
         "finish": generation.finish,
         "prompt_tokens": len(generation.prompt),
         "tokens": generation.tokens,
-        "logprobs": logprobs,
+        "logprobs": [step.logprob for step in steps],
         "sampling": settings,
         "stats": generation.stats.to_dict(),
     }
+    if any(step.top for step in steps):
+        found["top"] = [step.top for step in steps]
+    if generation.prompt_scores:
+        found["prompt"] = [score._asdict() for score in generation.prompt_scores]
+    return found
 
 
 def print_stats(generation: "Generation") -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import bench, card, convert, export, families, generate, verify
+from . import bench, card, classify, convert, embed, export, families, fill, generate, scoring, verify
 from .terminal import argument, end_line, note, prepare
 
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -116,7 +116,8 @@ def as_option(problem: str) -> str:
     """
     name, colon, rest = problem.partition(":")
     options = [p for c in program.commands.values() for p in c.params if isinstance(p, click.Option)]
-    return f"--{name.replace('_', '-')}{colon}{rest}" if any(name == p.name for p in options) else problem
+    spelled = {p.name: max(p.opts, key=len) for p in options}
+    return f"{spelled[name]}{colon}{rest}" if name in spelled else problem
 
 
 def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -133,9 +134,14 @@ def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     cls=Program,
     commands=[
         generate.command,
+        embed.command,
+        fill.command,
+        classify.command,
         convert.command,
         card.command,
         verify.command,
+        scoring.perplexity,
+        scoring.compare,
         export.command,
         families.command,
         bench.command,

@@ -38,6 +38,9 @@ def command(a: str, b: str, ids: str | None, as_json: bool, **settings: Any) -> 
     first. A mean KL divergence above the limit ends the program with exit code 3. The limit is 1e-8 for weights that
     are stored alike, 0.001 for those in another dtype, and 0.1 where they are quantized otherwise.
 
+    Models of images get noise. Hidden states, and the output of a model that has a single one, are no logits: there the
+    limits are those of the mean square of the relative error.
+
     The two are loaded one after the other. --dtype bfloat16 halves the memory that this needs, and rounds.
     """
     from mlx_tformer.checkpoint.verify import verify
@@ -71,12 +74,15 @@ def verified(source: str | Path, made: Path, *, revision: str | None) -> None:
 
 def lines(found: "Verification") -> list[str]:
     """The figures, line by line."""
-    shown = [
-        f"logits at {found.tokens} positions: largest error {found.largest_error:.3g}, "
-        f"their standard deviation {found.deviation:.3g}",
-        f"mean KL divergence: {found.mean_kl:.3g} nats, limit {found.limit:g}",
-        f"same most likely token: {100 * found.top1:.1f} % of the positions",
-    ]
+    errors = f"largest error {found.largest_error:.3g}, their standard deviation {found.deviation:.3g}"
+    if found.are_logits:
+        shown = [
+            f"logits at {found.tokens} positions: {errors}",
+            f"mean KL divergence: {found.mean_kl:.3g} nats, limit {found.limit:g}",
+            f"same most likely token: {100 * found.top1:.1f} % of the positions",
+        ]
+    else:
+        shown = [f"{found.tokens} outputs: {errors}", f"{found.measure}: {found.distance:.3g}, limit {found.limit:g}"]
     wrong = [(path, error) for path, error in found.modules.items() if error != 0][:SHOWN]
     if not wrong:
         return [*shown, f"weights: equal in all {len(found.modules)} modules"]

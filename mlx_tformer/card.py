@@ -22,6 +22,7 @@ from .nn import (
     LM,
     Attention,
     Block,
+    GatedDelta,
     GatedMlp,
     Identity,
     LayerNorm,
@@ -269,6 +270,12 @@ def _(op: Mamba | Mamba2) -> Facts:
     return {"kind": "state space", "state": f"{what} features of {op.states} numbers, convolution of {op.conv.size}"}
 
 
+@facts_of.register
+def _(op: GatedDelta) -> Facts:
+    what = f"{op.heads} heads of {op.key_dim} × {op.value_dim} numbers"
+    return {"kind": "state space", "state": f"{what}, convolution of {op.conv.size}"}
+
+
 @singledispatch
 def lines_of(op: nn.Module, dim: int) -> list[Line]:
     """The ledger of a mechanism that reads and gives (B, L, dim); the parameters of its lines add up to its own."""
@@ -278,10 +285,11 @@ def lines_of(op: nn.Module, dim: int) -> list[Line]:
 @lines_of.register
 def _(op: Attention, dim: int) -> list[Line]:
     sizes = {"C": dim, "H": op.heads, "K": op.kv_heads, "D": op.head_dim}
-    sizes["(H+2K)·D"] = (op.heads + 2 * op.kv_heads) * op.head_dim
+    rows = "(2H+2K)·D" if op.gated else "(H+2K)·D"
+    sizes[rows] = op.qkv.weight.shape[0]
     return _lines(
         sizes,
-        ("qkv", "B L (H+2K)·D", op.qkv),
+        ("qkv", f"B L {rows}", op.qkv),
         ("q_norm", "B H L D", op.q_norm),
         ("k_norm", "B K L D", op.k_norm),
         ("position", "B H L D", op.position),
@@ -330,6 +338,8 @@ def _kinds(blocks: list[Block]) -> Iterator[LayerKind]:
 
 def _made_of(block: Block) -> tuple[str, tuple[Step, ...]]:
     order = "parallel" if isinstance(block, Parallel) else "sequential"
+    if isinstance(block, Parallel) and block.beside < len(block.order):
+        order = f"the first {block.beside} parallel"
     return order, tuple(_step(name, step) for name, step in zip(block.order, block.steps, strict=True))
 
 
@@ -380,13 +390,16 @@ def _lines(sizes: dict[str, int], *steps: tuple[str, str, object]) -> list[Line]
 
 
 def _layer_lines(block: Block, dim: int) -> Iterator[Line]:
-    sizes = {"C": dim}
-    for name, step in zip(block.order, block.steps, strict=True):
+    sizes, beside = {"C": dim}, 0
+    if isinstance(block, Parallel):
+        yield from _lines(sizes, ("pre", "B L C", block.pre))
+        beside = block.beside
+    for at, (name, step) in enumerate(zip(block.order, block.steps, strict=True)):
         yield from _lines(sizes, (f"{name}.pre", "B L C", step.pre))
         for line in lines_of(step["op"], dim):
             yield replace(line, name=f"{name}.op.{line.name}")
         yield from _lines(sizes, (f"{name}.post", "B L C", step.post), (f"{name}.after", "B L C", step.after))
-        if not isinstance(block, Parallel):
+        if at >= beside:
             yield from _lines(sizes, (f"{name}.out", "B L C", None))
     yield from _lines(sizes, ("out", "B L C", None))
 

@@ -98,7 +98,9 @@ def _order(kind: LayerKind) -> str:
 
     if kind.order == "parallel":
         return f"parallel: {' and '.join(map(name, kind.steps))} read the same input"
-    return f"sequential: {', then '.join(map(name, kind.steps))}"
+    if kind.order == "sequential":
+        return f"sequential: {', then '.join(map(name, kind.steps))}"
+    return f"{kind.order}: {', '.join(map(name, kind.steps))}"
 
 
 def _heads(facts: Facts) -> str:

@@ -55,17 +55,27 @@ class Config:
     def __init__(self, values: dict[str, Any], file: str = "config.json", stored: Stored | None = None):
         self.values, self.file, self._stored = values, file, stored
         self._read: set[str] = set()
+        self.used: set[str] = set()
+        """The keys whose values were asked for; those that are ignored or held against one value are not among them."""
         self._absent: dict[str, Any] = {}
 
     def taking(self, absent: dict[str, Any]) -> "Config":
         """The same config, in which a key that is not there means what `absent` says; a null does not."""
         other = Config(self.values, self.file, self._stored)
-        other._read, other._absent = self._read, absent
+        other._read, other.used, other._absent = self._read, self.used, absent
         return other
 
-    def stores(self, *names: str) -> bool:
-        """True if the checkpoint has a tensor of one of these names."""
-        return self._stored is not None and any(name in self._stored.tensors for name in names)
+    def stores(self, *names: str, tasks: tuple[str, ...] = ()) -> bool:
+        """True if the checkpoint has a tensor of one of these names; where only a config is there, if it was made for
+        one of `tasks`."""
+        if self._stored is None or not self._stored.tensors:
+            return self.made_for(*tasks)
+        return any(name in self._stored.tensors for name in names)
+
+    def made_for(self, *tasks: str) -> bool:
+        """True if a class saved the checkpoint whose name ends so, as "BertForTokenClassification" does."""
+        named = self.values.get("architectures")
+        return isinstance(named, list) and any(isinstance(name, str) and name.endswith(tasks) for name in named)
 
     def repeats(self, module: str, of: str) -> bool:
         """True if the checkpoint stores the weights of a module and they are those of another one; reads them."""
@@ -98,10 +108,12 @@ class Config:
     def _found(self, key: str) -> tuple[str, Any]:
         """The value of a key, whatever it is, and the name that it stands under."""
         self._read.add(key)
+        self.used.add(key)
         absent = self._absent.get(key)
         if not isinstance(absent, Other):
             return key, self.values.get(key, absent)
         self._read.add(absent.key)
+        self.used.add(absent.key)
         here, there = self.values.get(key), self.values.get(absent.key)
         if here is not None and there is not None and here != there:
             raise self.wrong(absent.key, f"{_short(here)}, which {key} says")
@@ -125,6 +137,8 @@ class Config:
         kinds, layers = self.get("layer_types", types), len(types)
         if len(kinds) != layers:
             raise self.wrong("layer_types", f"{layers} entries, one for each layer")
+        if "linear_attention" in kinds:
+            raise self.wrong("layer_types", "kinds of attention with a mask")
         return [self._mask(kind) for kind in kinds]
 
     def head_dim(self, dim: str, heads: str) -> int:
@@ -133,6 +147,22 @@ class Config:
             raise self.wrong(heads, f"a divisor of {dim} ({self[dim]})")
         features: int = self[dim] // self[heads]
         return features
+
+    @property
+    def labels(self) -> list[str]:
+        """What a classifier tells apart, in the order of its logits: `id2label`, or `num_labels` (2) without names.
+
+        Raises BadInput for names that are no texts, or whose numbers do not count from 0.
+        """
+        named = self.values.get("id2label")
+        self.ignore("num_labels", "_num_labels")
+        if named is None:
+            return [f"LABEL_{i}" for i in range(self.get("num_labels", 2))]
+        numbers = [str(i) for i in range(len(named))] if isinstance(named, dict) else []
+        if not numbers or set(map(str, named)) != set(numbers) or not all(isinstance(n, str) for n in named.values()):
+            raise self.wrong("id2label", "an object with a name for each number from 0 on")
+        by_number = {str(number): name for number, name in named.items()}
+        return [by_number[number] for number in numbers]
 
     def chosen(self, experts: int) -> int:
         """How many of so many experts a token goes through."""

@@ -1,4 +1,4 @@
-"""`EncoderModel`: what `load` returns for an encoder, with its tokenizer."""
+"""`EncoderModel`: what `load` returns for an encoder of texts, with its tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,35 @@ from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 
+from .batches import Batch, Progress, Row, over
 from .config import Config
 from .errors import UsageError
+from .labels import Label, labelled, scores
 from .lm import check_ids
-from .nn import Encoder
+from .nn import POOLS, Encoder, pooled
 from .tokens import Tokenizer, Tokens
 
-POOLS = ("mean", "cls", "last")
-"""How a text's hidden states become one vector: their mean, that of the first token, that of the last."""
+Text = str | tuple[str, str]
+"""A text, or the two of a pair."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One of the texts that `rank` has put in order."""
+
+    index: int
+    """Which of the texts it is."""
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the tokens that may stand at a masked one."""
+
+    token: str
+    probability: float
+    id: int
 
 
 @dataclass
@@ -30,8 +51,9 @@ class EncoderModel:
     def __call__(
         self, ids: mx.array, *, attention_mask: mx.array | None = None, token_types: mx.array | None = None
     ) -> mx.array:
-        """Logits (B, L, V) of what stands at each of `ids` (B, L), or hidden states (B, L, C) of a checkpoint without
-        a head for that.
+        """What the checkpoint was made for, of `ids` (B, L): logits of labels, (B, labels) for a classifier of texts
+        and (B, L, labels) for one of tokens; logits (B, L, V) of what stands at each token; or hidden states (B, L, C)
+        without a head.
 
         attention_mask (B, L) is 0 at padding, wherever it stands; token_types (B, L) tell the texts of a pair apart.
         Raises UsageError for ids, types, shapes and lengths that the model does not have.
@@ -46,28 +68,108 @@ class EncoderModel:
         self._check(ids, token_types)
         return self.model.hidden(ids, attention_mask=attention_mask, token_types=token_types)
 
-    def embed(self, texts: Sequence[str] | str, *, pool: str = "mean", normalise: bool = True) -> mx.array:
+    def embed(
+        self,
+        texts: Sequence[str] | str,
+        *,
+        pool: str = "mean",
+        normalise: bool = True,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> mx.array:
         """A vector for each text, (N, C), in float32; for a single text (1, C).
 
         pool: "mean" of the hidden states of its tokens, "cls", that of the first one, or "last". normalise: of length
-        1, so that dot products are cosines. Texts run as one batch, padded on the right, which changes nothing.
+        1, so that dot products are cosines. truncate: cut off what is too long. progress: told how many texts of how
+        many are done. Texts run in batches of like lengths, padded on the right, which changes nothing.
+
         Raises UsageError for a `pool` that is none, no texts, a text that is longer than the model's positions, and a
         model without a tokenizer.
         """
         if pool not in POOLS:
             raise UsageError(f"pool: found {pool!r}, expected one of {', '.join(POOLS)}")
-        rows = [list(self.tokens(text)) for text in ([texts] if isinstance(texts, str) else texts)]
-        if not rows or not all(rows):
-            raise UsageError("texts: found none, or one without any tokens; give one text or more")
-        longest = max(map(len, rows))
-        if longest > self.context:
-            at = next(i for i, row in enumerate(rows) if len(row) > self.context)
-            expected = f"at most {self.context}, as many as the model has positions"
-            raise UsageError(f"texts: found {len(rows[at])} tokens in text {at}, expected {expected}")
-        ids = mx.array([row + [0] * (longest - len(row)) for row in rows])
-        mask = mx.arange(longest) < mx.array([[len(row)] for row in rows])  # (N, L)
-        found = pooled(self.hidden(ids, attention_mask=mask).astype(mx.float32), mask, pool)
-        return found / mx.maximum(mx.linalg.norm(found, axis=-1, keepdims=True), 1e-12) if normalise else found
+        rows = self._rows([texts] if isinstance(texts, str) else texts, truncate)
+
+        def compute(batch: Batch) -> mx.array:
+            hidden = self.hidden(batch.ids, attention_mask=batch.mask)
+            found = pooled(hidden.astype(mx.float32), batch.mask, pool)
+            length = mx.linalg.norm(found, axis=-1, keepdims=True)
+            return found / mx.maximum(length, 1e-12) if normalise else found
+
+        return over(rows, compute, progress)
+
+    def classify(
+        self,
+        texts: Sequence[Text] | str,
+        *,
+        top: int | None = None,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> list[list[Label]]:
+        """The labels of each text, the likeliest first: for one text a list of one list.
+
+        texts: one, or several; a tuple of two among them is a pair. top: so many of the labels (None: all).
+        truncate, progress: as in `embed`. Probabilities are a softmax, or sigmoids where several labels can be right
+        (`problem_type`) and where there is but one. Raises UsageError for a checkpoint that is no classifier of texts,
+        and for texts as `embed` does.
+        """
+        if top is not None and top < 1:
+            raise UsageError(f"top: found {top}, expected 1 or more")
+        rows = self._rows([texts] if isinstance(texts, str) else texts, truncate)
+        return labelled(self._labels_of(rows, progress), self.config, top)
+
+    def score(
+        self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False, progress: Progress | None = None
+    ) -> mx.array:
+        """What a cross-encoder says of each pair of texts: (N,) for one label, else (N, labels), in float32.
+
+        It is the logit, or its sigmoid, as the config says for sentence-transformers' CrossEncoder; where that says
+        nothing, the sigmoid of a single label and else the logits. truncate, progress: as in `embed`. Raises UsageError
+        as `classify` does.
+        """
+        found = scores(self._labels_of(self._rows(pairs, truncate, pairs=True), progress), self.config)
+        return found[:, 0] if found.shape[1] == 1 else found
+
+    def rank(
+        self,
+        query: str,
+        texts: Sequence[str],
+        *,
+        top: int | None = None,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Ranked]:
+        """Texts by how well they answer a query, the best first, by a cross-encoder with a single label; see `score`.
+
+        Raises UsageError for a checkpoint with more labels, and as `classify` does.
+        """
+        found = self.score([(query, text) for text in texts], truncate=truncate, progress=progress)
+        if found.ndim != 1:
+            raise UsageError(f"{self.origin} has {found.shape[1]} labels, and ranking needs one that says how well")
+        values = cast(list[float], found.tolist())
+        best = sorted(range(len(values)), key=lambda i: -values[i])[:top]
+        return [Ranked(i, values[i], texts[i]) for i in best]
+
+    def fill(self, text: str, *, top: int = 5) -> list[list[Candidate]]:
+        """For each mask in a text, such as BERT's "[MASK]", the `top` tokens that are likeliest to stand there.
+
+        Special tokens in the text are what they say. Raises UsageError for a checkpoint without a head for masked
+        tokens, a text without a mask, and one that is too long.
+        """
+        if not self.has_head:
+            raise UsageError(f"{self.origin} has no head for masked tokens, so it cannot fill them")
+        if not 1 <= top <= self.vocab:
+            raise UsageError(f"top: found {top}, expected 1 to {self.vocab}")
+        tokenizer = self._with_tokenizer()
+        ids = tokenizer.encode(text, special=True)
+        self._check_length([ids])
+        places = [i for i, index in enumerate(ids) if index == tokenizer.mask_id]
+        if tokenizer.mask_id is None:
+            raise UsageError(f"{self.origin} has a tokenizer without a mask_token, so it cannot fill one")
+        if not places:
+            raise UsageError(f"the text has no {tokenizer.mask_token}, which stands for a missing word in this model")
+        logits = self.model.logits(self.hidden(mx.array([ids]))[:, mx.array(places)])[0]
+        return candidates(logits, tokenizer, top)
 
     @property
     def vocab(self) -> int:
@@ -81,14 +183,18 @@ class EncoderModel:
 
     @property
     def has_head(self) -> bool:
-        """Whether a call gives logits over the vocabulary."""
+        """Whether the model tells what stands at a masked token."""
         return self.model.has_head
+
+    @property
+    def labels(self) -> list[str]:
+        """What a classifier tells apart, in the order of its logits; empty for a model that is none."""
+        return self.config.labels if self.model.has_classifier else []
 
     def tokens(self, text: str) -> Tokens:
         """The ids of a text, with the special tokens that go around it; `.table()` shows them."""
-        if self.tokenizer is None:
-            raise UsageError(f"{self.origin} has no tokenizer; give ids instead of text")
-        return Tokens(self.tokenizer.encode(text), self.tokenizer)
+        tokenizer = self._with_tokenizer()
+        return Tokens(tokenizer.encode(text), tokenizer)
 
     def generate(self, *prompt: Any, **settings: Any) -> NoReturn:
         """Refused: an encoder does not write. Raises UsageError."""
@@ -103,6 +209,46 @@ class EncoderModel:
         kind = self.config.model_type
         raise UsageError(f"{self.origin} is an encoder ({kind}), which reads texts and does not continue them")
 
+    def _labels_of(self, rows: Sequence[Row], progress: Progress | None) -> mx.array:
+        """Logits (N, labels) of texts."""
+        if not self.model.has_classifier:
+            raise UsageError(f"{self.origin} has no classifier; its config and its weights are those of another task")
+        if self.model.classifier.pool is None:
+            raise UsageError(f"{self.origin} labels single tokens; call it with ids for logits (B, L, labels)")
+        with_types = self.model.embed.kinds > 1  # RoBERTa has one, which all tokens are of
+
+        def compute(batch: Batch) -> mx.array:
+            types = batch.types if with_types else None
+            return self(batch.ids, attention_mask=batch.mask, token_types=types).astype(mx.float32)
+
+        return over(rows, compute, progress)
+
+    def _rows(self, texts: Sequence[Text], truncate: bool, *, pairs: bool = False) -> list[Row]:
+        """Texts and pairs as ids."""
+        tokenizer, most = self._with_tokenizer(), self.context if truncate else None
+        rows = []
+        for i, text in enumerate(texts):
+            parts = (text,) if isinstance(text, str) else text
+            if not isinstance(parts, tuple | list) or len(parts) not in ((2,) if pairs else (1, 2)):
+                expected = "a pair of texts" if pairs else "a text, or a tuple of two"
+                raise UsageError(f"texts: found {type(text).__name__} in place {i}, expected {expected}")
+            rows.append(Row(*tokenizer.read(*parts, most=most)))
+        if not rows or not all(row.ids for row in rows):
+            raise UsageError("texts: found none, or one without any tokens; give one text or more")
+        self._check_length([row.ids for row in rows])
+        return rows
+
+    def _check_length(self, rows: Sequence[Sequence[int]]) -> None:
+        wrong = next((i for i, row in enumerate(rows) if len(row) > self.context), None)
+        if wrong is not None:
+            expected = f"at most {self.context}, as many as the model has positions"
+            raise UsageError(f"texts: found {len(rows[wrong])} tokens in text {wrong}, expected {expected}")
+
+    def _with_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError(f"{self.origin} has no tokenizer; give ids instead of text")
+        return self.tokenizer
+
     def _check(self, ids: mx.array, token_types: mx.array | None) -> None:
         check_ids(ids, self.vocab)
         if token_types is None:
@@ -114,16 +260,15 @@ class EncoderModel:
             raise UsageError(f"token_types: found {found}, expected 0 to {kinds - 1} in integers")
 
 
-def pooled(hidden: mx.array, mask: mx.array, pool: str) -> mx.array:
-    """One vector a row, (B, C), of hidden states (B, L, C) whose mask (B, L) is True for text.
+def candidates(logits: mx.array, tokenizer: Tokenizer, top: int) -> list[list[Candidate]]:
+    """The likeliest tokens by each row of logits (N, V)."""
+    shares = mx.softmax(logits.astype(mx.float32), axis=-1, precise=True)
+    order = mx.argsort(-shares, axis=-1)[:, :top]
+    best = cast(list[list[float]], mx.take_along_axis(shares, order, axis=-1).tolist())
+    rows = zip(cast(list[list[int]], order.tolist()), best, strict=True)
+    # A model may have more rows than the tokenizer has ids.
+    return [[Candidate(_named(i, tokenizer), p, i) for i, p in zip(ids, ps, strict=True)] for ids, ps in rows]
 
-    >>> x, mask = mx.array([[[1.0], [3.0], [8.0]]]), mx.array([[True, True, False]])
-    >>> [pooled(x, mask, pool).item() for pool in POOLS]
-    [2.0, 1.0, 3.0]
-    """
-    places = mx.arange(mask.shape[1])
-    if pool == "mean":
-        weights = mask[..., None].astype(hidden.dtype)
-        return mx.where(mask[..., None], hidden, 0).sum(axis=1) / weights.sum(axis=1)
-    at = mx.argmax(mask, axis=1) if pool == "cls" else mx.max(mx.where(mask, places, 0), axis=1)
-    return mx.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
+
+def _named(index: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([index]) if index < tokenizer.size else ""

@@ -1,6 +1,6 @@
 """`LanguageModel`: what `load` returns, a model with its tokenizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,8 +8,10 @@ import mlx.core as mx
 
 from .config import Config
 from .errors import UsageError
+from .generation.batch import Request, Result, batch
 from .generation.generate import Generation, Prompt, generate
-from .generation.sampling import recommended
+from .generation.scoring import Score, score
+from .generation.settings import recommended
 from .nn import LM, Cache
 from .tokens import Tokenizer, Tokens
 
@@ -66,7 +68,7 @@ class LanguageModel:
         return self.tokenizer is not None and self.tokenizer.chat_template is not None
 
     @property
-    def recommended_sampling(self) -> dict[str, float | int]:
+    def recommended_sampling(self) -> dict[str, Any]:
         """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
         return recommended(self.generation_config, self.origin)
 
@@ -87,6 +89,14 @@ class LanguageModel:
     def generate(self, prompt: Prompt, **settings: Any) -> Generation:
         """Continue a prompt token by token; see `mlx_tformer.generation.generate` for the settings."""
         return generate(self, prompt, **settings)
+
+    def score(self, texts: Prompt | Sequence[Prompt], *, top: int = 0) -> list[Score]:
+        """The log-probabilities of each text's tokens, and their sum; see `mlx_tformer.generation.score`."""
+        return score(self, texts, top=top)
+
+    def batch(self, prompts: Iterable[Request], **settings: Any) -> Iterator[Result]:
+        """Continue many prompts at once; see `mlx_tformer.generation.batch` for the settings."""
+        return batch(self, prompts, **settings)
 
     def _with_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

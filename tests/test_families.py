@@ -6,14 +6,21 @@ from helpers import CASES, attentions, config_of, expected, gap, golden, ids_of,
 
 from mlx_tformer.errors import UsageError
 from mlx_tformer.generation.decode import Decoder
-from mlx_tformer.generation.sampling import Sampler, Sampling
-from mlx_tformer.nn import KV, LM, Attention, Cache, Mamba2, WindowKV, latent, moe
+from mlx_tformer.generation.sampling import Sampler
+from mlx_tformer.generation.settings import Sampling
+from mlx_tformer.nn import KV, LM, Attention, Cache, GatedDelta, Mamba, WindowKV, latent, moe
 
 TIGHT = 5e-5
 """What float32 really gives on these cases: a tenth of the limit, and three times what was seen."""
 
-ROUNDED = {"jamba": 2}
-"""Cases in whose stream, which reaches 20, transformers itself is 4e-5 from what it computes in float64."""
+ROUNDED = {"jamba": 2, "qwen3_next": 8}
+"""Cases in which transformers itself is further than TIGHT from what it computes in float64: 7e-5 in jamba, whose
+stream reaches 20, and 2e-4 in qwen3_next, whose gated norms raise heads with an output of 1e-4 to the size of the
+others."""
+
+
+def tight(case: str) -> float:
+    return TIGHT * ROUNDED.get(case, 1)
 
 
 def having(*keys: str) -> list[str]:
@@ -36,7 +43,7 @@ GROWING = {"llama-dynamic": 22, "llama-longrope": 22, "phi3-longrope": 16}
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str) -> None:
     wanted = expected(case)["logits"]
-    assert gap(golden(case)(ids_of(case)), wanted) < min(TIGHT, limit(wanted))
+    assert gap(golden(case)(ids_of(case)), wanted) < min(tight(case), limit(wanted))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,7 +58,7 @@ def test_hidden_states_are_those_of_transformers(case: str) -> None:
     with seen("*.out") as found:
         model(ids_of(case))
     for i, path in enumerate(paths):
-        assert gap(found[path], wanted[f"hidden.{i}"]) < TIGHT * ROUNDED.get(case, 1), path
+        assert gap(found[path], wanted[f"hidden.{i}"]) < tight(case), path
 
 
 @pytest.mark.parametrize("case", SHOWN)
@@ -70,7 +77,7 @@ def test_attention_patterns_are_those_of_transformers(case: str) -> None:
 def test_greedy_text_is_that_of_transformers(case: str) -> None:
     prompt, wanted = (expected(case)[name][0].tolist() for name in ("prompt_ids", "greedy_ids"))
     decoder = Decoder(golden(case), prompt, Sampler(Sampling()), planned=len(prompt) + len(wanted))
-    assert [token for token, _ in decoder] == wanted
+    assert [token for token, *_ in decoder] == wanted
 
 
 @pytest.mark.parametrize("case", SHOWN)
@@ -115,7 +122,7 @@ def test_cached_decoding_equals_one_pass(case: str) -> None:
     model, ids = golden(case), ids_of(case)
     whole = model(ids)
     for split, sizes in SPLITS.items():
-        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), whole) < TIGHT, split
+        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), whole) < tight(case), split
 
 
 @pytest.mark.parametrize("case", [*WINDOWED, "llama-mha", "deepseek_v3", "falcon"])
@@ -127,7 +134,7 @@ def test_cached_decoding_equals_one_pass_whenever_a_buffer_is_full(
     model, ids = golden(case), ids_of(case)
     whole = model(ids)
     for split, sizes in SPLITS.items():
-        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), whole) < TIGHT, split
+        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), whole) < tight(case), split
 
 
 @pytest.mark.parametrize("case", ["llama-mha", "mistral-window", "gemma3", "llama4", "deepseek_v3", "falcon-alibi"])
@@ -135,7 +142,7 @@ def test_cached_decoding_equals_one_pass_across_a_border_of_the_natural_buffer(c
     model, length = golden(case), KV.STEP + 30
     ids = mx.random.randint(0, 60, (1, length), key=mx.random.key(7))
     sizes = [KV.STEP - 6, *[1] * 12, 5, *[1] * 6, length - KV.STEP - 17]
-    assert gap(in_parts(model, ids, sizes, model.new_cache(length)), model(ids)) < TIGHT
+    assert gap(in_parts(model, ids, sizes, model.new_cache(length)), model(ids)) < tight(case)
 
 
 @pytest.mark.parametrize("case", WINDOWED)
@@ -159,7 +166,7 @@ def test_a_cache_with_a_state_space_refuses_to_forget_and_stays_as_it_was(case: 
         cache.trim(5)
     cache.trim(0)
     assert {state.length for state in cache.states.values()} == {12}
-    assert gap(in_parts(model, ids[:, 12:], [1, 1, 7, 3], cache), model(ids)[:, 12:]) < TIGHT
+    assert gap(in_parts(model, ids[:, 12:], [1, 1, 7, 3], cache), model(ids)[:, 12:]) < tight(case)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SPACES])
@@ -168,7 +175,7 @@ def test_a_trimmed_cache_has_forgotten_what_was_trimmed(case: str) -> None:
     cache = model.new_cache(24)
     model(mx.concatenate([ids[:, :12], ids[:, :5]], axis=1), cache)
     cache.trim(5)
-    assert gap(in_parts(model, ids[:, 12:], [1, 1, 7, 3], cache), model(ids)[:, 12:]) < TIGHT
+    assert gap(in_parts(model, ids[:, 12:], [1, 1, 7, 3], cache), model(ids)[:, 12:]) < tight(case)
 
 
 def padded_batch(ids: mx.array, rows: int) -> tuple[mx.array, mx.array, list[mx.array]]:
@@ -197,8 +204,8 @@ def test_a_left_padded_batch_equals_its_rows(case: str) -> None:
         chunked = in_parts(model, batch, [20, 1, 1, 2], model.new_cache(24), attention_mask=mask[:, :20])
         for row, text in enumerate(texts):
             alone = model(text, model.new_cache(24))
-            assert gap(whole[row : row + 1, -text.shape[1] :], alone) < TIGHT
-            assert gap(chunked[row : row + 1, -text.shape[1] :], alone) < TIGHT
+            assert gap(whole[row : row + 1, -text.shape[1] :], alone) < tight(case)
+            assert gap(chunked[row : row + 1, -text.shape[1] :], alone) < tight(case)
 
 
 def test_padding_that_goes_on_behind_the_first_chunk_is_refused() -> None:
@@ -222,7 +229,7 @@ def test_rows_of_a_batch_without_padding_do_not_see_each_other(case: str) -> Non
     batch = mx.concatenate([ids, ids[:, ::-1], mx.roll(ids, 3, 1)])
     whole = model(batch)
     for row in range(3):
-        assert gap(whole[row : row + 1], model(batch[row : row + 1])) < TIGHT
+        assert gap(whole[row : row + 1], model(batch[row : row + 1])) < tight(case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -243,11 +250,14 @@ def test_watching_everything_does_not_change_the_result(case: str) -> None:
     with seen("*") as found:
         watched = model(ids)
     offered = {"q", "k", "v", "scores", "pattern"} if case in ATTENDING else set()
-    offered |= {"x", "dt", "hidden"} if case in SPACES else set()
+    for space in state_spaces(model):
+        offered |= (
+            {"q", "k", "v", "decay", "write", "hidden"} if isinstance(space, GatedDelta) else {"x", "dt", "hidden"}
+        )
     assert {path.rpartition(".")[2] for path in found} >= offered | {"z", "delta", "logits"}
-    dual = any(isinstance(space, Mamba2) for space in state_spaces(model))  # it has no hidden states otherwise
+    dual = any(not isinstance(space, Mamba) for space in state_spaces(model))  # they have no hidden states otherwise
     alike = mx.default_device() == mx.Device(mx.cpu) and not having_sinks(model) and not dual
-    assert gap(watched, plain) <= (0 if alike else TIGHT)
+    assert gap(watched, plain) <= (0 if alike else tight(case))
 
 
 def having_sinks(model: LM) -> bool:
@@ -274,7 +284,7 @@ def test_tokens_sorted_by_expert_and_gathered_weights_give_the_same(
     monkeypatch.setattr(moe, "SORTED_FROM", few)
     model, ids, wanted = golden(case), ids_of(case), expected(case)["logits"]
     for sizes in ([24], [1] * 24, [9, 15]):
-        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), wanted) < TIGHT
+        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), wanted) < tight(case)
 
 
 @pytest.mark.parametrize("up_to", [0, 24])
@@ -283,7 +293,7 @@ def test_absorbed_and_expanded_latents_give_the_same(case: str, up_to: int, monk
     monkeypatch.setattr(latent, "ABSORBED_UP_TO", up_to)
     model, ids, wanted = golden(case), ids_of(case), expected(case)
     for sizes in ([24], [1] * 24, [9, 15]):
-        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), wanted["logits"]) < TIGHT
+        assert gap(in_parts(model, ids, sizes, model.new_cache(24)), wanted["logits"]) < tight(case)
     with seen("*.pattern") as found:
         model(ids)
     for i, pattern in enumerate(found.values()):
@@ -298,10 +308,10 @@ def test_short_and_long_frequencies_are_never_mixed_in_one_cache(case: str, trai
     model, ids = golden(case), ids_of(case)
     short = in_parts(model, ids, [10] + [1] * 14, model.new_cache(10))  # grows past it all the same
     planned = in_parts(model, ids, [10] + [1] * 14, model.new_cache(24))
-    assert gap(planned, expected(case)["logits"]) < TIGHT
+    assert gap(planned, expected(case)["logits"]) < tight(case)
     assert gap(short, expected(case)["logits"]) > limit(expected(case)["logits"])
-    assert gap(short[:, :trained], model(ids[:, :trained])) < TIGHT  # as if it had known so many tokens alone
-    assert gap(short, in_parts(model, ids, [10, 14], model.new_cache(10))) < TIGHT
+    assert gap(short[:, :trained], model(ids[:, :trained])) < tight(case)  # as if it had known so many tokens alone
+    assert gap(short, in_parts(model, ids, [10, 14], model.new_cache(10))) < tight(case)
     assert [[position.regime(n) for n in (10, trained)] for position in model.scaled_positions()] == [[0, 0]]
 
 

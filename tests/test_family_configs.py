@@ -53,6 +53,9 @@ def derived_layers(config: Config) -> list[str]:
     """What `layer_types` would say if only the settings spoke that came before it."""
     if config["model_type"] == "llama4_text":
         return ["chunked_attention" if turns else "full_attention" for turns in config["no_rope_layers"]]
+    if config["model_type"] == "qwen3_next":
+        every = config.get("full_attention_interval", 4)
+        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers_of(config))]
     windowed = SLIDING[config["model_type"]]
     found = [windowed(layer, config) for layer in range(layers_of(config))]
     return ["sliding_attention" if sliding else "full_attention" for sliding in found]
@@ -87,12 +90,14 @@ MORE: dict[str, Config] = {
     "deepseek_v2": {**LATENT, "scoring_func": "softmax"},
     "deepseek_v3": {**LATENT, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "falcon": {"apply_residual_connection_post_layernorm": False},
+    "falcon_h1": {"attn_layer_indices": None, "mamba_use_mlp": True, "mlp_expansion_factor": 8, "time_step_max": 0.1},
     "gpt2": {"n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
     "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
     "llama4_text": {"for_llm_compressor": False, "router_jitter_noise": 0.0},
     "opt": {"activation_dropout": 0.0, "prefix": "</s>"},
     "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "starcoder2": {"layer_norm_epsilon": 1e-05, "mlp_type": "default", "norm_type": "layer_norm"},
+    "qwen3_next": {"full_attention_interval": 4, "use_sliding_window": False},
     "mpt": {"verbose": 0, "init_config": {"name": "kaiming_normal_"}, "tokenizer_name": "EleutherAI/gpt-neox-20b"},
 }
 """What checkpoints said besides and later ones do not."""
@@ -205,6 +210,7 @@ def paths_in(table: Config) -> Iterator[tuple[str, ...]]:
 
 ELSEWHERE = {"attn_impl", "_sliding_window_pattern", "sliding_window_pattern", "max_window_layers"} | {
     "interleave_moe_layer_step",
+    "full_attention_interval",
     "no_rope_layer_interval",
     "use_sliding_window",
     "n_positions",
@@ -226,11 +232,13 @@ def other_activation(value: str) -> str:
     return {"gelu": "gelu_new", "relu": "gelu"}.get(value, "relu")
 
 
-KINDS = {"full_attention": "sliding_attention"}
+KINDS = {"full_attention": "sliding_attention", "linear_attention": "sliding_attention"}
 WRONG: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"], other_eps),
     **dict.fromkeys(["activation", "activation_function", "hidden_act", "hidden_activation"], other_activation),
-    **dict.fromkeys(["long_factor", "short_factor"], lambda v: [1.1 * x for x in v]),
+    **dict.fromkeys(
+        ["long_factor", "short_factor", "mlp_multipliers", "ssm_multipliers"], lambda v: [1.1 * x for x in v]
+    ),
     **dict.fromkeys(["mlp_only_layers", "moe_layers"], lambda v: v[:-1]),
     "beta_fast": lambda v: v / 8,
     "beta_slow": lambda v: v * 8,
@@ -315,6 +323,7 @@ PATTERNS: list[tuple[str, Config]] = [
     ("qwen2_moe-mixed", {"max_window_layers": 3}),
     ("qwen2_moe-mixed", {"use_sliding_window": False}),
     ("qwen3_moe-mixed", {"use_sliding_window": False}),
+    ("qwen3_next", {"full_attention_interval": 3}),
     ("smollm3", {"no_rope_layer_interval": 3, "no_rope_layers": None}),
     ("smollm3-layers", {"use_sliding_window": False}),
 ]
@@ -356,7 +365,9 @@ def parts_of(model: LM, name: str) -> Iterator[slice]:
         return
     op = modules_of(model)[name.removesuffix(".qkv.bias")]
     assert isinstance(op, Attention)
-    ends = accumulate([op.heads, op.kv_heads, op.kv_heads], initial=0)
+    if op.gated:  # q and the gate of one head after the other
+        yield from (slice(a * op.head_dim, (a + 1) * op.head_dim) for a in range(2 * op.heads))
+    ends = accumulate([op.heads * (1 + op.gated), op.kv_heads, op.kv_heads], initial=0)
     q, k, v = (slice(a * op.head_dim, b * op.head_dim) for a, b in pairwise(ends))
     # The same for all keys, it shifts all scores of a query alike, and the softmax does not see it.
     yield from (q, k, v) if isinstance(op.position, Rope) else (q, v)

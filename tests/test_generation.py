@@ -11,7 +11,8 @@ import mlx_tformer as mt
 from mlx_tformer.errors import UsageError
 from mlx_tformer.generation import decode
 from mlx_tformer.generation.decode import Decoder, NotANumber
-from mlx_tformer.generation.sampling import Sampler, Sampling
+from mlx_tformer.generation.sampling import Sampler
+from mlx_tformer.generation.settings import Sampling
 
 
 def loaded(case: str) -> mt.LanguageModel:
@@ -55,6 +56,34 @@ def test_log_probabilities_are_those_of_one_pass():
     np.testing.assert_allclose(got, [want[i, step.token] for i, step in enumerate(steps)], atol=1e-5)
 
 
+def test_the_likeliest_tokens_and_the_prompt_are_scored_as_in_one_pass(monkeypatch):
+    monkeypatch.setattr(decode, "CHUNK", 3)
+    lm, ids = loaded("qwen3"), [5, 6, 7, 8, 9, 10, 11]
+    settings = {"temperature": 1.0, "seed": 3, "logit_bias": {4: 5.0}, "stop_at_end": False}
+    generation = lm.generate(ids, max_tokens=4, logprobs=3, prompt_logprobs=True, **settings)
+    steps = list(generation)
+    logits = np.array(lm(mx.array([ids + generation.tokens]))[0], np.float64)
+    want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scores = generation.prompt_scores
+    assert (scores[0].logprob, [score.token for score in scores]) == (None, ids)
+    for at, score in enumerate([*scores[1:], *steps]):
+        assert score.logprob == pytest.approx(want[at, score.token], abs=1e-5)
+        assert [index for index, _ in score.top] == np.argsort(-want[at])[:3].tolist()
+        np.testing.assert_allclose([logprob for _, logprob in score.top], np.sort(want[at])[::-1][:3], atol=1e-5)
+
+
+def test_bad_words_never_come_and_a_minimum_length_is_kept(shakespeare):
+    plain = shakespeare.generate("ROMEO:\n", max_tokens=60)
+    list(plain)
+    words = [word for word in plain.text.split() if word.isalpha()][:4]
+    generation = shakespeare.generate("ROMEO:\n", max_tokens=60, bad_words=words, min_tokens=60)
+    list(generation)
+    assert len(generation.tokens) == 60
+    banned = [shakespeare.tokenizer.encode(f, add_bos=False) for w in words for f in (w, f" {w}")]
+    text = generation.tokens
+    assert not any(text[i : i + len(ids)] == ids for ids in banned for i in range(len(text)))
+
+
 def test_a_text_that_outgrows_its_rotary_range_is_read_again_and_keys_are_never_mixed():
     lm = loaded("llama-longrope")
     trained = lm.model.scaled_positions()[0].scaling.trained
@@ -62,7 +91,7 @@ def test_a_text_that_outgrows_its_rotary_range_is_read_again_and_keys_are_never_
     decoder = Decoder(lm.model, prompt, Sampler(Sampling()), planned=trained + 8)
     contexts = []
     got = []
-    for token, _ in decoder:
+    for token, *_ in decoder:
         got.append(token)
         contexts.append(decoder.cache.context)
     assert got == one_pass(lm, prompt, 12)
@@ -88,6 +117,10 @@ def test_a_prompt_may_be_ids_in_any_form(form):
         ([1], {"max_tokens": -1}, "max_tokens: found -1"),
         ([1], {"max_tokens": 0}, "max_tokens: found 0"),
         ([1], {"temperature": -1}, "temperature: found -1"),
+        ([1], {"temprature": 1}, "temprature: there is no such setting"),
+        ([1], {"logprobs": -1}, "logprobs: found -1, expected a whole number from 0 to 131"),
+        ([1], {"bad_words": ["text"]}, "bad_words: found 'text', but the model has no tokenizer"),
+        ([1], {"logit_bias": {131: 1.0}}, "logit_bias: found id 131, expected 0 to 130"),
         ([1], {"stop": [""]}, "stop: found an empty string"),
     ],
 )

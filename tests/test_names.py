@@ -305,6 +305,7 @@ EXPERTS = [
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_moe-mixed",
+    "qwen3_next",
     "olmoe",
     "deepseek_v2",
     "deepseek_v3",

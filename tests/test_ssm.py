@@ -13,7 +13,26 @@ from reference import Array, activation, f64, linear, rms_norm
 from mlx_tformer import memory
 from mlx_tformer.card import card, facts_of
 from mlx_tformer.errors import UsageError
-from mlx_tformer.nn import LM, Block, Cache, Context, Embed, Mamba, Mamba2, Residual, RMSNorm, Stack, ssm, watch
+from mlx_tformer.nn import (
+    LM,
+    Block,
+    Cache,
+    Context,
+    Embed,
+    GatedDelta,
+    GatedNorm,
+    Mamba,
+    Mamba2,
+    Multipliers,
+    NormedGate,
+    Residual,
+    RMSNorm,
+    SiluGate,
+    Stack,
+    ssm,
+    watch,
+)
+from mlx_tformer.nn.delta import inverse
 from mlx_tformer.nn.ssm import Recurrent, StateSpace, scan
 from mlx_tformer.nn.tap import name_modules
 
@@ -21,6 +40,7 @@ B, L, DIM = 2, 13, 24
 LENGTHS = [1, 2, 63, 64, 65, 1000]
 ONE: dict[str, Any] = {"inner": 20, "states": 5, "rank": 3}
 TWO: dict[str, Any] = {"heads": 6, "head_dim": 4, "states": 5, "groups": 3}
+DELTA: dict[str, Any] = {"heads": 6, "key_heads": 3, "key_dim": 4, "value_dim": 5, "eps": 1e-2}
 MAKERS: dict[str, Callable[[], StateSpace]] = {
     "mamba": lambda: Mamba(DIM, **ONE),
     "mamba, biased": lambda: Mamba(DIM, **ONE, bias=True, conv_bias=False),
@@ -32,8 +52,13 @@ MAKERS: dict[str, Callable[[], StateSpace]] = {
     "mamba2, biased": lambda: Mamba2(DIM, **TWO, bias=True, conv_bias=False, conv=3),
     "mamba2, one group": lambda: Mamba2(DIM, **TWO | {"groups": 1}, eps=1e-2),
     "mamba2, bounded steps": lambda: Mamba2(DIM, **TWO, limits=(0.6, 1.1)),
+    "mamba2, gate without a norm": lambda: Mamba2(DIM, **TWO, out_bias=True, norm=SiluGate()),
+    "mamba2, gate behind the norm": lambda: Mamba2(DIM, **TWO, norm=NormedGate(24, 3, 1e-2)),
+    "mamba2, multipliers": lambda: Mamba2(DIM, **TWO, scaled=Multipliers([0.5, 2, 0.7, 3, 1.5], [24, 24, 15, 15, 6])),
+    "delta": lambda: GatedDelta(DIM, **DELTA),
+    "delta, a key for each value": lambda: GatedDelta(DIM, **DELTA | {"key_heads": 6}, conv=2),
 }
-KINDS = ["mamba", "mamba2"]
+KINDS = ["mamba", "mamba2", "delta"]
 
 
 def layer_of(name: str) -> StateSpace:
@@ -59,6 +84,8 @@ def normed(norm: nn.Module, x: Array) -> Array:
 
 def written_out(layer: StateSpace, x: Array) -> tuple[Array, Array]:
     """The output and the hidden state after each token."""
+    if isinstance(layer, GatedDelta):
+        return _delta(layer, x)
     return _one(layer, x) if isinstance(layer, Mamba) else _two(layer, x)
 
 
@@ -79,7 +106,11 @@ def _one(layer: Any, x: Array) -> tuple[Array, Array]:
 
 def _two(layer: Any, x: Array) -> tuple[Array, Array]:
     inner, rows = layer.inner, layer.groups * layer.states
-    gate, xbc, dt = np.split(linear(layer.into, x), [inner, inner + layer.features], axis=-1)
+    into = linear(layer.into, x)
+    if isinstance(layer.scaled, Multipliers):
+        sizes = np.diff(layer.scaled.ends, prepend=0)
+        into = into * np.repeat(layer.scaled.factors, sizes)
+    gate, xbc, dt = np.split(into, [inner, inner + layer.features], axis=-1)
     x, b, c = np.split(convolved(layer, xbc), [inner, inner + rows], axis=-1)
     dt = np.clip(np.logaddexp(dt + f64(layer.dt_bias), 0), *layer.limits)
     x = x.reshape(*x.shape[:2], layer.heads, layer.head_dim)
@@ -92,9 +123,39 @@ def _two(layer: Any, x: Array) -> tuple[Array, Array]:
             h = decay * h + dt[row, t, head] * np.outer(x[row, t, head], b[row, t, group])
             hidden[row, t, head] = h
             y[row, t, head] = h @ c[row, t, group] + f64(layer.skip)[head] * x[row, t, head]
-    parts = (y.reshape(*gate.shape) * activation("silu", gate)).reshape(*gate.shape[:2], layer.groups, -1)
-    parts = parts / np.sqrt((parts * parts).mean(axis=-1, keepdims=True) + layer.norm.eps)
-    return linear(layer.out, parts.reshape(*gate.shape) * f64(layer.norm.weight)), hidden
+    return linear(layer.out, gated(layer.norm, y.reshape(*gate.shape), activation("silu", gate))), hidden
+
+
+def gated(norm: Any, y: Array, gate: Array) -> Array:
+    """A gate, before a norm in groups, behind it, or without one."""
+    if isinstance(norm, SiluGate):
+        return y * gate
+    parts = (y * gate if isinstance(norm, GatedNorm) else y).reshape(*y.shape[:2], norm.groups, -1)
+    parts = parts / np.sqrt((parts * parts).mean(axis=-1, keepdims=True) + norm.eps)
+    normed = parts.reshape(*y.shape) * f64(norm.weight)
+    return normed if isinstance(norm, GatedNorm) else normed * gate
+
+
+def _delta(layer: GatedDelta, x: Array) -> tuple[Array, Array]:
+    qkv, gate = np.split(linear(layer.into, x), [layer.features], axis=-1)
+    write, keep = np.split(linear(layer.rates, x), 2, axis=-1)
+    write, decay = 1 / (1 + np.exp(-write)), -np.exp(f64(layer.a_log)) * np.logaddexp(keep + f64(layer.dt_bias), 0)
+    width, shared = layer.key_heads * layer.key_dim, layer.heads // layer.key_heads
+    q, k, v = np.split(convolved(layer, qkv), [width, 2 * width], axis=-1)
+    q, k = (y.reshape(*y.shape[:2], layer.key_heads, -1) for y in (q, k))
+    q, k = (y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6) for y in (q, k))
+    v, gate = (y.reshape(*y.shape[:2], layer.heads, -1) for y in (v, gate))
+    hidden, y = np.zeros((*v.shape[:2], *layer.hidden_shape)), np.zeros_like(v)
+    for row, head in np.ndindex(len(x), layer.heads):
+        state = np.zeros((layer.key_dim, layer.value_dim))
+        for t in range(x.shape[1]):
+            key, at = k[row, t, head // shared], (row, t, head)
+            state = np.exp(decay[at]) * state
+            state = state + np.outer(key, write[at] * (v[at] - state.T @ key))
+            hidden[at] = state
+            y[at] = state.T @ q[row, t, head // shared] / np.sqrt(layer.key_dim)
+    normed = y / np.sqrt((y * y).mean(axis=-1, keepdims=True) + layer.norm.eps) * f64(layer.norm.weight)
+    return linear(layer.out, (normed * activation("silu", gate)).reshape(*x.shape[:2], -1)), hidden
 
 
 def in_parts(layer: StateSpace, x: mx.array, sizes: list[int], left: mx.array | None = None) -> tuple[mx.array, Cache]:
@@ -151,6 +212,24 @@ def test_decays_that_no_float_can_hold_leave_the_result_finite_and_right(kind: s
     assert gap(layer(x), written_out(layer, f64(x))[0]) < 2e-5
 
 
+@pytest.mark.parametrize("rate", [-9.0, 0.0, 9.0])
+def test_tokens_that_are_all_alike_are_corrected_as_one_by_one(rate: float) -> None:
+    """Their keys overlap wholly: powers of such a matrix reach 1e18 before they cancel, its inverse stays below 1."""
+    layer: Any = layer_of("delta")
+    layer.rates.weight = mx.zeros_like(layer.rates.weight)
+    layer.dt_bias, layer.a_log = mx.full((6,), -9.0), mx.zeros((6,))  # next to nothing is forgotten
+    layer.rates.bias = mx.concatenate([mx.full((6,), rate), mx.zeros((6,))])
+    x = mx.repeat(text(1), 2 * ssm.CHUNK, axis=1)
+    found, wanted = layer(x), written_out(layer, f64(x))[0]
+    assert gap(found, wanted) < 2e-5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 64])
+def test_the_inverse_of_a_triangle_is_that_of_float64(size: int) -> None:
+    below = mx.tril(mx.random.uniform(-1, 1, (2, size, size), key=mx.random.key(3)), -1) / size**0.5
+    assert gap(inverse(below), np.linalg.inv(np.eye(size) + f64(below))) < 1e-5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_finite_differences(kind: str) -> None:
     layer, x = layer_of(kind), text(ssm.CHUNK + 2, 1)
@@ -202,7 +281,11 @@ def test_a_state_forgets_nothing_and_says_so() -> None:
 
 def peak_of(kind: str, length: int) -> int:
     """The most bytes that a prefill holds beyond the weights, evaluated at once."""
-    mixer = Mamba(32, inner=64, states=64, rank=4) if kind == "mamba" else Mamba2(32, heads=8, head_dim=8, states=64)
+    mixer = {
+        "mamba": lambda: Mamba(32, inner=64, states=64, rank=4),
+        "mamba2": lambda: Mamba2(32, heads=8, head_dim=8, states=64),
+        "delta": lambda: GatedDelta(32, heads=8, key_heads=4, key_dim=64, value_dim=8),
+    }[kind]()
     model = LM(Embed(50, 32), Stack([Block(mixer=Residual(mixer))]))
     mx.eval(model.parameters())
     ids = mx.zeros((1, length), mx.int32)
@@ -229,7 +312,8 @@ def test_the_hidden_states_that_a_watcher_sees_are_those_of_the_recurrence(name:
     plain = layer(x)
     with seen("*") as found:
         watched = layer(x)
-    assert {path.lstrip(".") for path in found} == {"x", "dt", "hidden", "z"}
+    offered = {"q", "k", "v", "decay", "write"} if isinstance(layer, GatedDelta) else {"x", "dt"}
+    assert {path.lstrip(".") for path in found} == offered | {"hidden", "z"}
     assert gap(found[".hidden"], written_out(layer, f64(x))[1]) < 2e-5
     assert gap(watched, plain) <= (0 if isinstance(layer, Mamba) else 2e-5)
 
@@ -253,11 +337,15 @@ def test_an_edited_hidden_state_changes_what_is_read_of_it_and_nothing_behind_it
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_projections_compute_with_what_they_stand_for(kind: str) -> None:
-    maker = Mamba(64, inner=128, states=8, rank=32) if kind == "mamba" else Mamba2(64, heads=8, head_dim=16, states=8)
-    layer, x = shaken(maker), mx.random.normal((2, 30, 64), key=mx.random.key(9))
+    makers = {
+        "mamba": lambda: Mamba(64, inner=128, states=8, rank=32),
+        "mamba2": lambda: Mamba2(64, heads=8, head_dim=16, states=8),
+        "delta": lambda: GatedDelta(64, heads=8, key_heads=4, key_dim=8, value_dim=16, eps=1e-2),
+    }
+    layer, x = shaken(maker := makers[kind]()), mx.random.normal((2, 30, 64), key=mx.random.key(9))
     nn.quantize(layer, group_size=32, bits=8)
     packed = {path: m for path, m in layer.named_modules() if isinstance(m, nn.QuantizedLinear)}
-    assert packed.keys() == ({"into", "out", "select", "dt"} if kind == "mamba" else {"into", "out"})
+    assert packed.keys() == {"into", "out"} | {"mamba": {"select", "dt"}, "mamba2": set(), "delta": {"rates"}}[kind]
     found, most = layer(x), float(mx.abs(layer(x)).max().item())
     plain: Any = maker
     for path, m in packed.items():
@@ -285,22 +373,32 @@ def test_the_hidden_state_is_kept_in_float32_whatever_the_weights_are(kind: str,
 # --- a whole model ---
 
 
-@pytest.mark.parametrize(("case", "each"), [("mamba", 3), ("mamba2", 3), ("jamba", 2)])
-def test_a_card_tells_of_state_spaces(case: str, each: int) -> None:
+SPACES = {
+    "mamba": "features of 8 numbers, convolution of 4",
+    "mamba2": "features of 8 numbers, convolution of 4",
+    "jamba": "features of 8 numbers, convolution of 4",
+    "qwen3_next": "4 heads of 8 × 8 numbers, convolution of 4",
+    "falcon_h1": "4 heads of 10 features of 6 numbers, convolution of 4",
+}
+
+
+@pytest.mark.parametrize(("case", "said"), SPACES.items())
+def test_a_card_tells_of_state_spaces(case: str, said: str) -> None:
     model = golden(case)
     layers = [m for m in model.modules() if isinstance(m, StateSpace)]
     told, facts = card(model, context=100), facts_of(layers[0])
-    fixed = each * layers[0].state_bytes(1, mx.float32)
+    fixed = len(layers) * layers[0].state_bytes(1, mx.float32)
     assert memory.kv_bytes(model, 0, mx.float32) == fixed
-    assert len(layers) == each
+    assert len(layers) == {"jamba": 2, "falcon_h1": 2}.get(case, 3)
     assert told.parameters == sum(value.size for value in leaves(model).values())
-    assert (told.kv_bytes_per_token == 0) == (case != "jamba")
+    assert (told.kv_bytes_per_token == 0) == (case in ("mamba", "mamba2"))
     assert facts["kind"] == "state space"
-    assert "features of 8 numbers, convolution of 4" in facts["state"]
+    assert facts["state"].endswith(said)
+    assert sum(line.parameters * section.times for section in told.ledger for line in section.lines) == told.parameters
     assert facts["state"] in told.render(200)
 
 
-@pytest.mark.parametrize("case", ["mamba", "mamba2", "jamba"])
+@pytest.mark.parametrize("case", ["mamba", "mamba2", "jamba", "qwen3_next-mixed", "falcon_h1-plain"])
 def test_a_model_reads_a_text_longer_than_its_chunks_in_any_parts(case: str) -> None:
     model, ids = golden(case), mx.concatenate([ids_of(case)] * 4, axis=1)
     whole, cache, start, parts = model(ids), model.new_cache(96), 0, []

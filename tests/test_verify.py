@@ -22,7 +22,8 @@ from mlx_tformer.checkpoint import plan as planning
 from mlx_tformer.checkpoint import verify as verifying
 from mlx_tformer.checkpoint.convert import convert
 from mlx_tformer.checkpoint.export import export
-from mlx_tformer.checkpoint.verify import EXACT, QUANTIZED, ROUNDED, TEXT, TOKENS, verify
+from mlx_tformer.checkpoint.outputs import TEXT, TOKENS, Given, prompt
+from mlx_tformer.checkpoint.verify import EXACT, QUANTIZED, ROUNDED, verify
 from mlx_tformer.errors import BadInput, Mismatch, UsageError
 
 CASE = "llama-bias"
@@ -167,15 +168,15 @@ def test_logits_that_are_not_finite_never_pass(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_ids_are_from_all_over_the_vocabulary() -> None:
-    ids = verifying._prompt(mt.load(GOLDEN / CASE), None)
+    ids = prompt(mt.load(GOLDEN / CASE), Given()).ids
     assert len(ids) == TOKENS and min(ids) >= 0 and max(ids) < 67
     assert len(set(ids)) > 40 and max(ids) - min(ids) > 50
 
 
 def test_with_a_tokenizer_the_prompt_is_a_text() -> None:
     lm = mt.load("shakespeare")
-    assert verifying._prompt(lm, None) == list(lm.tokens(TEXT))
-    assert verifying._prompt(lm, "ROMEO:") == list(lm.tokens("ROMEO:"))
+    assert prompt(lm, Given()).ids == tuple(lm.tokens(TEXT))
+    assert prompt(lm, Given("ROMEO:")).ids == tuple(lm.tokens("ROMEO:"))
 
 
 def test_a_prompt_is_cut_where_the_context_ends(tmp_path: Path) -> None:

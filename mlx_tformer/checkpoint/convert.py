@@ -82,8 +82,8 @@ def convert(
     whole groups of `group_size` (32, 64 or 128; None: 64). mode: "affine", or "mxfp4", "mxfp8" and "nvfp4", which
     have bits and groups of their own (`MODES`). recipe: instead of bits, a name in `RECIPES`, such as "mixed-4-6".
     keep: modules that stay as they are, as globs over our paths and the checkpoint's, or as words of them, such as
-    "head" or "layers.0"; separated by commas or one by one. Routers, gates of shared experts, norms and positions are
-    never quantized. What the source has quantized already keeps its values.
+    "head" or "layers.0"; separated by commas or one by one. Routers, gates of shared experts, rates of the delta rule,
+    norms and positions are never quantized. What the source has quantized already keeps its values.
 
     Raises UsageError for settings that cannot be, BadInput for a source that is broken, not understood or not
     finite, and InputOutputError for a destination that cannot be written; in every case nothing is left behind.

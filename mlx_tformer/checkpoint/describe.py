@@ -5,7 +5,7 @@ from pathlib import Path
 from ..card import Card, card
 from ..errors import UsageError
 from ..families import family
-from ..nn import LM, Encoder, Model
+from ..nn import LM, Model
 from ..tokens import Tokenizer
 from .folder import Folder
 from .formats import understood
@@ -61,6 +61,6 @@ def _built(source: Source) -> LM:
 
 
 def _decoder(model: Model, source: Source) -> LM:
-    if isinstance(model, Encoder):
+    if not isinstance(model, LM):
         raise UsageError(f"{source.origin} is an encoder, and there are cards of decoders alone")
     return model

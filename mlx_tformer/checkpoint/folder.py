@@ -37,6 +37,7 @@ COMPANIONS = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
 )
 
 

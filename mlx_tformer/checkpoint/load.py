@@ -1,22 +1,29 @@
 """A model in memory from a checkpoint, whatever files it lies in."""
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
+from ..config import Config
 from ..encoder import EncoderModel
 from ..errors import BadInput, UsageError
 from ..lm import LanguageModel
 from ..memory import check_fits
 from ..names import Piece
-from ..nn import Encoder
+from ..nn import Encoder, Model, Seq2Seq, VisionEncoder
+from ..pixels import FILE as PREPROCESSOR
+from ..seq2seq import Seq2SeqModel
 from ..tokens import Tokenizer
+from ..vision import VisionModel
 from .open import open_source
 from .plan import Plan, Recipe, plan
 from .source import Source
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+Loaded = LanguageModel | EncoderModel | VisionModel | Seq2SeqModel
 ROOM = 4096
 """Tokens of context that a model must fit with, where the caller names no length."""
 
@@ -28,8 +35,9 @@ def load(
     context: int | None = None,
     revision: str | None = None,
     progress: bool = True,
-) -> LanguageModel | EncoderModel:
-    """A model that is ready to use, and its tokenizer if there is one: a language model, or an encoder (BERT).
+) -> Loaded:
+    """A model that is ready to use, and its tokenizer if there is one: a language model, an encoder of texts (BERT) or
+    of images (ViT), or an encoder with a decoder (T5).
 
     where: a folder of ours, a Hugging Face folder, a .gguf file, a name below `weights/`, or an id on the hub.
     dtype: "float32", "float16" or "bfloat16"; None keeps what the checkpoint is stored in. Packed weights stay packed.
@@ -49,24 +57,67 @@ def load(
     source = open_source(where, revision=revision, progress=progress)
     made = plan(source)
     kind = stored_dtype(source) if dtype is None else FLOATS[dtype]
-    tokenizer = Tokenizer.from_files(source.companions(), source.origin)
     notes = [*source.notes, *made.notes]
-    if isinstance(made.model, Encoder):
-        check_fits(made.model, tokens=0, dtype=kind)  # it remembers nothing
-        fill(made, source, kind)
-        return EncoderModel(made.model, made.config, tokenizer, kind, source.origin, notes)
-    lm = LanguageModel(made.model, made.config, tokenizer, source.generation_config, kind, source.origin, notes)
-    check_fits(made.model, tokens=min(lm.context, ROOM) if context is None else context, dtype=kind)
+    found = wrapped(made.model, made.config, kind, source.origin, notes, source)
+    remembered = 0  # encoders remember nothing
+    if isinstance(found, LanguageModel | Seq2SeqModel):
+        remembered = min(found.context, ROOM) if context is None else context
+    check_fits(made.model, tokens=remembered, dtype=kind)
     fill(made, source, kind)
-    return lm
+    return found
+
+
+def wrapped(
+    model: Model, config: Config, dtype: mx.Dtype, origin: str, notes: list[str], source: Source | None = None
+) -> Loaded:
+    """What users hold of a model of any kind, with the tokenizer and the settings that a checkpoint has beside it."""
+    if isinstance(model, VisionEncoder):
+        pixels = None if source is None else preprocessing(source)
+        return VisionModel(model, config, pixels, dtype, origin, notes)
+    tokenizer = None if source is None else Tokenizer.from_files(source.companions(), source.origin)
+    if isinstance(model, Encoder):
+        return EncoderModel(model, config, tokenizer, dtype, origin, notes)
+    settings = {} if source is None else source.generation_config
+    if isinstance(model, Seq2Seq):
+        return Seq2SeqModel(model, config, tokenizer, settings, dtype, origin, notes)
+    return LanguageModel(model, config, tokenizer, settings, dtype, origin, notes)
 
 
 def load_decoder(
     where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
 ) -> LanguageModel:
-    """What `load` gives, for those who need the next token; raises UsageError for an encoder."""
+    """What `load` gives, for those who need the next token of a text; raises UsageError for other models."""
     found = load(where, dtype, context=context, revision=revision)
-    return found.refuse() if isinstance(found, EncoderModel) else found
+    return found if isinstance(found, LanguageModel) else found.refuse()
+
+
+def load_encoder(where: str | Path, dtype: str | None = None, *, revision: str | None = None) -> EncoderModel:
+    """What `load` gives, for those who need an encoder of texts; raises UsageError for another model."""
+    return as_encoder(load(where, dtype, context=0, revision=revision))
+
+
+def as_encoder(found: Any) -> EncoderModel:
+    """A model that `load` gave, which is to be an encoder of texts; raises UsageError for another."""
+    if isinstance(found, EncoderModel):
+        return found
+    what = "looks at images" if isinstance(found, VisionModel) else "continues texts"
+    problem = f"is a {found.config.model_type}, which {what}; this needs an encoder of texts, such as BERT"
+    raise UsageError(f"{found.origin} {problem}")
+
+
+def preprocessing(source: Source) -> dict[str, Any] | None:
+    """How pictures become numbers, by the checkpoint; None if it does not say. Raises BadInput for a broken file."""
+    content = source.companions().get(PREPROCESSOR)
+    if content is None:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"not JSON: {error}", file=f"{source.origin}: {PREPROCESSOR}") from None
+    if not isinstance(found, dict):
+        problem = f"found a {type(found).__name__}, expected an object"
+        raise BadInput(problem, file=f"{source.origin}: {PREPROCESSOR}")
+    return found
 
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:

@@ -23,6 +23,7 @@ HEAD = ("head", "lm_head")
 """What makes the logits goes by these names as well, whatever it is called, and even if it is the embedding."""
 NEVER = {
     "router": "decides which experts a token goes to",
+    "rates": "decides what is kept and what is put right",
     "shared_gate": "decides how much the shared expert counts",
     "positions": "is added to every token",
     "embed.types": "is added to every token",

@@ -1,4 +1,4 @@
-"""Do two checkpoints compute the same? Their logits on one prompt, and their weights module by module.
+"""Do two checkpoints compute the same? What they give for one input, and their weights module by module.
 
 One model is in memory at a time, and of the weights some rows of both.
 """
@@ -12,26 +12,20 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..errors import BadInput, Mismatch, UsageError
-from ..lm import LanguageModel
 from ..names import summary
-from .load import load_decoder as load
-from .load import stored_dtype
+from ..nn import VisionEncoder
+from .load import load, stored_dtype
 from .open import open_source
+from .outputs import Given, outputs
 from .plan import Plan, Recipe, plan, shapes, unpacked
 from .source import Source, Tensor
 
 if TYPE_CHECKING:  # numpy is slow to import, and the package shall not be
     import numpy as np
 
-TEXT = (
-    "In the year 1687 Isaac Newton wrote that every body attracts every other with a force that falls as the square of "
-    "the distance between them. Does it hold for light? def f(x): return x**2 + 3*x - 1  # Ça dépend, 光も曲がる."
-)
-"""The prompt, if nothing is said: prose, numbers, code, and letters of several scripts."""
-TOKENS = 64
-"""How long a prompt is that is made up for want of a tokenizer."""
 EXACT, ROUNDED, QUANTIZED = 1e-8, 1e-3, 0.1
-"""Limits of the mean KL divergence, in nats: for weights that are stored alike, in another dtype, or packed otherwise.
+"""Limits of the mean KL divergence, in nats, or of the mean square error of what are no logits: for weights that are
+stored alike, in another dtype, or packed otherwise.
 
 The same weights give 0; four bits cost a good model some hundredths."""
 
@@ -43,30 +37,45 @@ class Verification:
     a: str
     b: str
     tokens: int
-    """Positions at which logits were compared."""
+    """Positions, texts or images whose outputs were compared."""
     largest_error: float
-    """The largest difference between two logits."""
+    """The largest difference between two outputs, logits or hidden states."""
     deviation: float
-    """Standard deviation of the logits of `a`, to hold the largest error against."""
+    """Standard deviation of the outputs of `a`, to hold the largest error against."""
     mean_kl: float
-    """KL divergence of the next-token distribution of `b` from that of `a`, mean over the positions, in nats."""
+    """KL divergence of the distribution of `b`, over tokens or labels, from that of `a`, mean over the outputs, in
+    nats; NaN for what are no logits."""
     top1: float
-    """Share of the positions at which both find the same token most likely."""
+    """Share of the outputs of which both find the same number largest, as the likeliest token."""
     limit: float
-    """What `mean_kl` may be."""
+    """What `distance` may be."""
     modules: dict[str, float] = field(default_factory=dict)
     """Relative error of the weights of each module, |a - b| / |a|, the worst first."""
+    are_logits: bool = True
+    """False for hidden states, and for the one output of a model that scores."""
+    mean_square: float = 0.0
+    """Square of the relative error of outputs, |a - b|² / |a|², mean over all of them."""
+
+    @property
+    def distance(self) -> float:
+        """What decides: the mean KL divergence, or the mean square error where there is none."""
+        return self.mean_kl if self.are_logits else self.mean_square
 
     @property
     def passed(self) -> bool:
-        """True if the mean KL divergence is within the limit; never for logits that are not finite."""
-        return self.mean_kl <= self.limit
+        """True if the distance is within the limit; never for outputs that are not finite."""
+        return self.distance <= self.limit
+
+    @property
+    def measure(self) -> str:
+        """What the distance is called."""
+        return "mean KL divergence in nats" if self.are_logits else "mean square of the relative error"
 
     def check(self) -> None:
         """Raise Mismatch, unless it passed."""
         if self.passed:
             return
-        found = f"mean KL divergence {self.mean_kl:.3g} nats, more than {self.limit:g}"
+        found = f"{self.measure} {self.distance:.3g}, more than {self.limit:g}"
         worst = next(((path, error) for path, error in self.modules.items() if error > 0), None)
         named = "the weights are equal" if worst is None else f"worst module {worst[0]} (relative error {worst[1]:.3g})"
         raise Mismatch(f"{self.b} does not compute what {self.a} does: {found}; {named}")
@@ -94,8 +103,9 @@ def verify(
     """Compare two checkpoints of one model, such as a source `a` and what it was converted to, `b`.
 
     limit: what the mean KL divergence may be, in nats (None: `EXACT`, `ROUNDED` or `QUANTIZED`, by how the two are
-    stored). text, ids: the prompt (None: `TEXT`, or ids from all over the vocabulary where there is no tokenizer).
-    dtype: what both compute in. revision: of `a` on the hub.
+    stored). text, ids: the prompt (None: the usual one, or ids from all over the vocabulary where there is no
+    tokenizer); models of images get noise. Hidden states, and the output of a model with a single one, are held by
+    their mean square error to the same limits. dtype: what both compute in. revision: of `a` on the hub.
 
     Raises UsageError for a prompt or a limit that cannot be, BadInput for checkpoints that are broken or of different
     models, and MemoryRefusal for a model that does not fit in `dtype`. `Verification.check` raises for a mismatch.
@@ -106,16 +116,19 @@ def verify(
         raise UsageError("ids: found a text as well; give one of the two")
     sides = [_Side.of(a, revision), _Side.of(b, None)]
     _check_alike(*sides)
-    logits, tokens = _logits(a, dtype, text, ids, revision)
-    others, _ = _logits(b, dtype, None, tokens, None)
-    kl, top1 = _compared(logits, others)
+    given = Given(text, None if ids is None else tuple(ids))
+    values, are_logits, given = _outputs(a, dtype, given, revision)
+    others, _, _ = _outputs(b, dtype, given, None)
+    kl, top1 = _compared(values, others)
     return Verification(
         a=str(a),
         b=str(b),
-        tokens=len(tokens),
-        largest_error=float(abs(logits - others).max()),
-        deviation=float(logits.std()),
-        mean_kl=kl,
+        tokens=len(values),
+        largest_error=float(abs(values - others).max()),
+        deviation=float(values.std()),
+        are_logits=are_logits,
+        mean_square=_mean_square(values, others),
+        mean_kl=kl if are_logits else math.nan,
         top1=top1,
         limit=_limit(*sides) if limit is None else float(limit),
         modules=_modules(*sides),
@@ -163,8 +176,9 @@ class _Side:
 
 def _check_alike(a: _Side, b: _Side) -> None:
     """Raise BadInput for two that are not of one model."""
-    if a.made.model.vocab != b.made.model.vocab:
-        problem = f"knows {b.made.model.vocab} ids, and {a.source.origin} {a.made.model.vocab}: they cannot be compared"
+    ids = [0 if isinstance(side.made.model, VisionEncoder) else side.made.model.vocab for side in (a, b)]
+    if ids[0] != ids[1]:
+        problem = f"knows {ids[1]} ids, and {a.source.origin} {ids[0]}: they cannot be compared"
         raise BadInput(problem, file=b.source.origin)
     wanted, found = a.sizes, b.sizes
     differ = sorted({name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)})
@@ -180,28 +194,25 @@ def _limit(a: _Side, b: _Side) -> float:
     return EXACT if a.floats == b.floats else ROUNDED
 
 
-def _logits(
-    where: str | Path, dtype: str, text: str | None, ids: Sequence[int] | None, revision: str | None
-) -> tuple["np.ndarray", list[int]]:
-    """Logits (L, V) in float32, and the ids of the prompt; the model is gone when this returns."""
+def _outputs(where: str | Path, dtype: str, given: Given, revision: str | None) -> tuple["np.ndarray", bool, Given]:
+    """Outputs (N, V) in float32, whether they are logits, and what was given; the model is gone when this returns."""
     import numpy as np
 
-    lm = load(where, dtype, context=0, revision=revision)
-    tokens = (_prompt(lm, text) if ids is None else list(ids))[: lm.context]
-    if not tokens:
-        raise UsageError("ids: found none, expected a prompt")
-    logits = np.array(lm(mx.array([tokens]))[0].astype(mx.float32))
-    del lm
+    found = outputs(load(where, dtype, context=0, revision=revision), given)
+    values = np.array(found.values.astype(mx.float32))
+    are_logits, given = found.are_logits, found.given
+    del found
     mx.clear_cache()
-    return logits, tokens
+    return values, are_logits, given
 
 
-def _prompt(lm: LanguageModel, text: str | None) -> list[int]:
-    """The ids of a text, or of the usual one; from all over the vocabulary where there is no tokenizer."""
-    if text is not None:
-        return list(lm.tokens(text))
-    found = [] if lm.tokenizer is None else [i for i in lm.tokens(TEXT) if i < lm.vocab]
-    return found or [(i * 2654435761 % 2**32) * lm.vocab >> 32 for i in range(1, TOKENS + 1)]
+def _mean_square(a: "np.ndarray", b: "np.ndarray") -> float:
+    """|a - b|² / |a|² of all outputs together; 0 where both are zeros."""
+    import numpy as np
+
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    gap, size = float(np.square(a - b).sum()), float(np.square(a).sum())
+    return 0.0 if gap == 0 else gap / size if size else math.inf
 
 
 def _compared(a: "np.ndarray", b: "np.ndarray") -> tuple[float, float]:

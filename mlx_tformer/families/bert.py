@@ -2,9 +2,26 @@
 
 from ..config import Config
 from ..names import Drop, Names, Same, Unused, either, joined
-from ..nn import Attention, Block, Embed, Encoder, Everything, LayerNorm, Learned, Mlp, Residual, Stack, TokenHead
+from ..nn import (
+    Attention,
+    Block,
+    Classifier,
+    Embed,
+    Encoder,
+    Everything,
+    LayerNorm,
+    Learned,
+    Linear,
+    Mlp,
+    Residual,
+    Stack,
+    TokenHead,
+)
 
 ABSENT = {"max_position_embeddings": 512, "type_vocab_size": 2, "tie_word_embeddings": True}
+LABELS = ("classifier.weight", "classifier.out.weight")
+FILLS = ("ForMaskedLM", "ForPreTraining")
+"""How the classes end that tell what stands at a masked token."""
 POOLER = Unused("the pooler, which only heads for whole texts read")
 NEXT = Unused("the head for the next sentence")
 
@@ -13,12 +30,15 @@ def model(c: Config) -> Encoder:
     # What old configs say about the pooler, in the words of TensorFlow.
     c.ignore("directionality", *(f"pooler_{word}" for word in ("fc_size", "num_attention_heads", "num_fc_layers")))
     c.ignore("pooler_size_per_head", "pooler_type")
-    has_head = c.stores("cls.predictions.transform.dense.weight", "head.dense.weight")
-    return encoder(c, act=c.get("hidden_act", "gelu") if has_head else None)
+    has_head = c.stores("cls.predictions.transform.dense.weight", "head.dense.weight", tasks=FILLS)
+    labels = classifier(c, "hidden_size", *LABELS)
+    return encoder(c, act=c.get("hidden_act", "gelu") if has_head else None, labels=labels)
 
 
 def names(c: Config) -> Names:
-    return encoder_names("bert.") | {
+    pooler = "classifier.dense" if classifies(c, *LABELS) and not by_token(c) else POOLER
+    return encoder_names("bert.", pooler) | {
+        "classifier": "classifier.out",
         "cls.predictions.transform.dense": "head.dense",
         **norm("cls.predictions.transform.LayerNorm", "head.norm"),
         "cls.predictions.bias": "head.bias",
@@ -28,7 +48,26 @@ def names(c: Config) -> Names:
     }
 
 
-def encoder(c: Config, *, act: str | None, first: int = 0) -> Encoder:
+def classifies(c: Config, *weights: str) -> bool:
+    """True if there is a head for labels, whose last matrix has one of these names."""
+    return c.stores(*weights, tasks=("ForSequenceClassification", "ForTokenClassification"))
+
+
+def by_token(c: Config) -> bool:
+    """True if that head is for single tokens. Weights do not tell: some checkpoints kept their pooler."""
+    return c.made_for("ForTokenClassification")
+
+
+def classifier(c: Config, dim: str, *weights: str, act: str = "tanh") -> Classifier | None:
+    """The head for labels, of texts with a dense layer before it; `dim` is the key of its width."""
+    if not classifies(c, *weights):
+        return None
+    if by_token(c):
+        return Classifier(c[dim], len(c.labels), pool=None)
+    return Classifier(c[dim], len(c.labels), dense=Linear(c[dim], c[dim]), act=act)
+
+
+def encoder(c: Config, *, act: str | None, first: int = 0, labels: Classifier | None = None) -> Encoder:
     """What BERT and RoBERTa share; `act` is the activation of the head for masked tokens (None: no head), and `first`
     the rows of the positions before the first."""
     dim, heads, eps = c["hidden_size"], c["num_attention_heads"], c.get("layer_norm_eps", 1e-12)
@@ -48,10 +87,10 @@ def encoder(c: Config, *, act: str | None, first: int = 0) -> Encoder:
     embed = Embed(vocab, dim, positions=positions, types=c["type_vocab_size"], norm=LayerNorm(dim, eps))
     stack = Stack([block() for _ in range(c["num_hidden_layers"])])
     head = None if act is None else TokenHead(dim, vocab, LayerNorm(dim, eps), act)
-    return Encoder(embed, stack, head, context=count)
+    return Encoder(embed, stack, head, classifier=labels, context=count)
 
 
-def encoder_names(prefix: str) -> Names:
+def encoder_names(prefix: str, pooler: str | Unused = POOLER) -> Names:
     """The names below the prefix, and without it, as a bare model has them."""
     theirs, ours = "encoder.layer.{}", "encoder.layers.{}"
     attn = f"{theirs}.attention"
@@ -70,7 +109,7 @@ def encoder_names(prefix: str) -> Names:
             f"{theirs}.intermediate.dense": f"{ours}.mlp.op.up",
             f"{theirs}.output.dense": f"{ours}.mlp.op.down",
             **norm(f"{theirs}.output.LayerNorm", f"{ours}.mlp.after"),
-            "pooler.dense": POOLER,
+            "pooler.dense": pooler,
         },
     )
 

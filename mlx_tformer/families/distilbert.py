@@ -4,7 +4,7 @@ from ..config import Config
 from ..names import Drop, Names, Same, either, joined
 from ..nn import Attention, Block, Embed, Encoder, Everything, LayerNorm, Learned, Mlp, Residual, Stack, TokenHead
 from ..settings import Other
-from .bert import norm
+from .bert import FILLS, LABELS, classifier, norm
 
 ABSENT = {
     "dim": Other("hidden_size"),
@@ -30,9 +30,10 @@ def model(c: Config) -> Encoder:
         return Block(attn=Residual(attn, after=LayerNorm(dim, EPS)), mlp=Residual(mlp, after=LayerNorm(dim, EPS)))
 
     embed = Embed(vocab, dim, positions=Learned(context, dim), norm=LayerNorm(dim, EPS))
-    has_head = c.stores("vocab_transform.weight", "head.dense.weight")
+    has_head = c.stores("vocab_transform.weight", "head.dense.weight", tasks=FILLS)
     head = TokenHead(dim, vocab, LayerNorm(dim, EPS), act) if has_head else None
-    return Encoder(embed, Stack([block() for _ in range(c["n_layers"])]), head, context=context)
+    labels, stack = classifier(c, "dim", *LABELS, act="relu"), Stack([block() for _ in range(c["n_layers"])])
+    return Encoder(embed, stack, head, classifier=labels, context=context)
 
 
 def names(c: Config) -> Names:
@@ -53,6 +54,8 @@ def names(c: Config) -> Names:
             f"{theirs}.output_layer_norm": f"{ours}.mlp.after",
         },
     ) | {
+        "pre_classifier": "classifier.dense",
+        "classifier": "classifier.out",
         "vocab_transform": "head.dense",
         "vocab_layer_norm": "head.norm",
         "vocab_projector.weight": Same("embed.tokens.weight"),

@@ -6,7 +6,7 @@ import mlx.core as mx
 from ..config import Config
 from ..names import ByGroup, Drop, Moved, Names, Same, first
 from ..nn import LM, Attention, Block, Embed, LayerNorm, Mlp, Parallel, Position, Residual, Stack
-from ..nn.position import alibi_slopes
+from ..nn.position import alibi_slopes, places
 from ..settings import Other
 
 ABSENT = {
@@ -92,7 +92,6 @@ class RoundedAlibi(Position):
         self.slopes, self.scale = alibi_slopes(heads), scale
 
     def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array:
-        at = mx.arange(keys.start, keys.stop)  # (S,), or (B, 1, S) where rows begin elsewhere
-        at = at if left is None else mx.maximum(at - left[:, None, None], 0)
-        bias = mx.array(self.slopes, dtype=mx.bfloat16)[:, None] * at.astype(mx.bfloat16)
+        at = mx.maximum(places(keys.start if left is None else keys.start - left, len(keys)), 0)  # (S,) or (B, S)
+        bias = mx.array(self.slopes, dtype=mx.bfloat16)[:, None] * at[..., None, :].astype(mx.bfloat16)
         return (bias.astype(mx.float32) * self.scale)[..., None, :]

@@ -6,6 +6,7 @@ import mlx.core as mx
 from ..config import Config
 from ..names import Moved, Names, Transposed, first, joined
 from ..nn import LM, Attention, Experts, GatedMlp, Mixture, Position, Rope, Router, UnitRMSNorm
+from ..nn.position import places
 from ..nn.tap import Module
 from . import llama
 
@@ -48,8 +49,8 @@ class Tempered(Position):
         self.scale, self.floor = scale, floor
 
     def turn(self, q: mx.array, k: mx.array, offset: int | mx.array, context: int) -> tuple[mx.array, mx.array]:
-        start = offset if isinstance(offset, int) else offset[:, None, None, None]
-        at = mx.maximum(mx.arange(q.shape[2])[:, None] + start, 0).astype(mx.float32)  # (L, 1) or (B, 1, L, 1)
+        at = mx.maximum(places(offset, q.shape[2]), 0).astype(mx.float32)
+        at = mx.expand_dims(at, -1) if at.ndim == 1 else at[:, None, :, None]  # (L, 1) or (B, 1, L, 1)
         factor = mx.log1p(mx.floor((at + 1) / self.floor)) * self.scale + 1
         return q * factor.astype(q.dtype), k
 

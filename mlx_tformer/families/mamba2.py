@@ -28,9 +28,7 @@ def model(c: Config) -> LM:
         raise c.wrong("num_heads", f"{inner} features (expand · hidden_size) in heads of head_dim ({head_dim})")
     if heads % groups:
         raise c.wrong("n_groups", f"a divisor of num_heads ({heads})")
-    low, high = (_bound(x) for x in c["time_step_limit"])
-    if low > high:
-        raise c.wrong("time_step_limit", "the smaller number first")
+    limits = step_limits(c)
     c.expect(hidden_act="silu")
     # The size of a chunk changes how much is computed at once; the rest is as in Mamba.
     c.ignore("chunk_size", "residual_in_fp32", "rms_norm", "norm_before_gate", "time_step_rank", *mamba.TRAINING)
@@ -45,7 +43,7 @@ def model(c: Config) -> LM:
             conv=c["conv_kernel"],
             bias=c["use_bias"],
             conv_bias=c["use_conv_bias"],
-            limits=(low, high),
+            limits=limits,
             eps=eps,
         )
         return Block(mixer=Residual(mixer, pre=RMSNorm(dim, eps)))
@@ -56,20 +54,34 @@ def model(c: Config) -> LM:
 
 def names(c: Config) -> Names:
     theirs, ours = "backbone.layers.{}", "decoder.layers.{}.mixer"
-    mixer = f"{theirs}.mixer"
     return {
         "backbone.embeddings": "embed.tokens",
         f"{theirs}.norm": f"{ours}.pre",
-        f"{mixer}.in_proj": f"{ours}.op.into",
-        f"{mixer}.conv1d": f"{ours}.op.conv",
-        f"{mixer}.dt_bias": f"{ours}.op.dt_bias",
-        f"{mixer}.A_log": f"{ours}.op.a_log",
-        f"{mixer}.D": f"{ours}.op.skip",
-        f"{mixer}.norm": f"{ours}.op.norm",
-        f"{mixer}.out_proj": f"{ours}.op.out",
+        **mixer_names(f"{theirs}.mixer", f"{ours}.op"),
         "backbone.norm_f": "decoder.norm",
         "lm_head": Same("embed.tokens") if llama.tied(c) else "head",
     }
+
+
+def mixer_names(theirs: str, ours: str) -> Names:
+    """The weights of one state space."""
+    return {
+        f"{theirs}.in_proj": f"{ours}.into",
+        f"{theirs}.conv1d": f"{ours}.conv",
+        f"{theirs}.dt_bias": f"{ours}.dt_bias",
+        f"{theirs}.A_log": f"{ours}.a_log",
+        f"{theirs}.D": f"{ours}.skip",
+        f"{theirs}.norm": f"{ours}.norm",
+        f"{theirs}.out_proj": f"{ours}.out",
+    }
+
+
+def step_limits(c: Config) -> tuple[float, float]:
+    """The smallest and the largest step size."""
+    low, high = (_bound(x) for x in c["time_step_limit"])
+    if low > high:
+        raise c.wrong("time_step_limit", "the smaller number first")
+    return low, high
 
 
 def _bound(value: Any) -> float:

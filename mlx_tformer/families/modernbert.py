@@ -7,16 +7,19 @@ from ..nn import (
     Around,
     Attention,
     Block,
+    Classifier,
     Embed,
     Encoder,
     Everything,
     GatedMlp,
     LayerNorm,
+    Linear,
     Residual,
     Rope,
     Stack,
     TokenHead,
 )
+from .bert import FILLS, LABELS, by_token, classifies
 
 ABSENT = {
     "max_position_embeddings": 8192,
@@ -35,10 +38,10 @@ def model(c: Config) -> Encoder:
     head_dim = c.head_dim("hidden_size", "num_attention_heads")
     bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
     kinds, reach = kinds_of(c), c["local_attention"] // 2
-    # The key of the head's bias is that of a classifier, which this head was made from.
+    # The keys of the head for masked tokens are those of a classifier's, which it was made from.
     head_act, dense_bias = c.get("classifier_activation", "gelu"), c.get("classifier_bias", False)
     c.expect(tie_word_embeddings=True, decoder_bias=True, position_embedding_type="absolute")
-    c.ignore("classifier_pooling", "mlp_dropout", "initializer_cutoff_factor", "layer_norm_eps", *THETAS.values())
+    c.ignore("mlp_dropout", "initializer_cutoff_factor", "layer_norm_eps", *THETAS.values())
     c.ignore("cls_token_id", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn")
     c.ignore("reference_compile", "repad_logits_with_grad")
 
@@ -58,9 +61,14 @@ def model(c: Config) -> Encoder:
         )
 
     stack = Stack([block(layer) for layer in range(layers)], norm())
-    has_head = c.stores("head.dense.weight")
-    head = TokenHead(dim, vocab, norm(), head_act, dense_bias=dense_bias) if has_head else None
-    return Encoder(Embed(vocab, dim, norm=norm()), stack, head, context=c["max_position_embeddings"])
+    pool, context = c.get("classifier_pooling", "cls"), c["max_position_embeddings"]
+    head, labels = None, None
+    if classifies(c, *LABELS):
+        dense, pool = Linear(dim, dim, dense_bias), None if by_token(c) else pool
+        labels = Classifier(dim, len(c.labels), dense=dense, act=head_act, norm=norm(), pool=pool)
+    elif c.stores("head.dense.weight", tasks=FILLS):
+        head = TokenHead(dim, vocab, norm(), head_act, dense_bias=dense_bias)
+    return Encoder(Embed(vocab, dim, norm=norm()), stack, head, classifier=labels, context=context)
 
 
 def kinds_of(c: Config) -> list[str]:
@@ -75,6 +83,7 @@ def kinds_of(c: Config) -> list[str]:
 
 def names(c: Config) -> Names:
     theirs, ours = "layers.{}", "encoder.layers.{}"
+    head = "classifier" if classifies(c, *LABELS) else "head"
     return either(
         "model.",
         {
@@ -89,8 +98,9 @@ def names(c: Config) -> Names:
             "final_norm": "encoder.norm",
         },
     ) | {
-        "head.dense": "head.dense",
-        "head.norm": "head.norm",
+        "head.dense": f"{head}.dense",
+        "head.norm": f"{head}.norm",
+        "classifier": "classifier.out",
         "decoder.bias": "head.bias",
         "decoder.weight": Same("embed.tokens.weight"),
     }

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..errors import MlxTformerError
-from ..nn import LM, Cache
-from .sampling import Sampler
+from ..nn import Cache, Position
+from .sampling import Chosen
+from .scores import PromptScores, Top, top_of
 
 CHUNK = 512
 """Tokens of a prompt that are read at a time: enough to fill a GPU, few enough to bound what the scores need."""
@@ -20,6 +22,26 @@ class NotANumber(MlxTformerError):
     exit_code = 3
 
 
+class Writer(Protocol):
+    """A model that continues ids, with a cache: an `LM`, or a decoder that looks at a source."""
+
+    def new_cache(self, context: int = 0) -> Cache: ...
+
+    def hidden(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def logits(self, x: mx.array) -> mx.array: ...
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array: ...
+
+    def scaled_positions(self) -> list[Position]: ...
+
+
+class Choice(Protocol):
+    """What chooses tokens from logits (B, V)."""
+
+    def __call__(self, logits: mx.array) -> Chosen: ...
+
+
 @dataclass
 class Decoder:
     """One text that grows: the ids so far and what the model remembers of them.
@@ -29,10 +51,12 @@ class Decoder:
     everything is read once more for the planned length, so that keys of different scales are never mixed.
     """
 
-    model: LM
+    model: Writer
     prompt: Sequence[int]
-    sampler: Sampler
+    sampler: Choice
     planned: int
+    scores: PromptScores | None = None
+    """Where to put what the model thought of the prompt's tokens, if somebody wants to know."""
     ids: list[int] = field(init=False)
     cache: Cache = field(init=False)
 
@@ -41,48 +65,65 @@ class Decoder:
         self.cache = self.model.new_cache(len(self.ids))
         self._scaled = self.model.scaled_positions()
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Ids and their log-probabilities, up to the planned length. Step n + 1 is under way before step n is read."""
-        current = self._sample(self._read_prompt())
+    def __iter__(self) -> Iterator[tuple[int, float, Top]]:
+        """Ids, their log-probabilities and the likeliest ids in their place, up to the planned length. Step n + 1 is
+        under way before step n is read."""
+        current = self.begin()
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
                 yield self._take(current)
                 self.cache = self.model.new_cache(self.planned)
-                current = self._sample(self._read_prompt())
+                current = self.begin()
                 continue
-            following = self._sample(self.model(current[0][:, None], self.cache)[:, -1])
+            following = self._sample(self.model(current.token[:, None], self.cache)[:, -1])
             yield self._take(current)
             current = following
             if len(self.ids) % CHUNK == 0:
                 mx.clear_cache()
         yield self._take(current)
 
+    @property
+    def steady(self) -> bool:
+        """Whether the cache is right for the text up to its planned length."""
+        return all(p.regime(self.planned) == p.regime(len(self.ids)) for p in self._scaled)
+
+    def begin(self) -> Chosen:
+        """Read the text so far; returns the token after it, under way."""
+        return self._sample(self._read_prompt())
+
     def _read_prompt(self) -> mx.array:
         """Put all ids into the cache, chunk by chunk; returns the logits (1, V) after the last."""
         ids = mx.array([self.ids])
         last = (len(self.ids) - 1) // CHUNK * CHUNK
         for start in range(0, last, CHUNK):
-            self.model.hidden(ids[:, start : start + CHUNK], self.cache)
+            self._score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
             mx.eval(self.cache.arrays)
             mx.clear_cache()
-        logits = self.model.logits(self.model.hidden(ids[:, last:], self.cache)[:, -1])
+        hidden = self.model.hidden(ids[:, last:], self.cache)
+        self._score(hidden)
+        logits = self.model.logits(hidden[:, -1])
         mx.eval(logits)
         mx.clear_cache()
         return logits
 
-    def _sample(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+    def _score(self, hidden: mx.array) -> None:
+        """Tell what the model thought of the tokens of the prompt, once."""
+        if self.scores is not None and not self.scores.complete:
+            self.scores.read(self.model, hidden)
+
+    def _sample(self, logits: mx.array) -> Chosen:
         chosen = self.sampler(logits)
         mx.async_eval(*chosen)
         return chosen
 
-    def _take(self, chosen: tuple[mx.array, mx.array]) -> tuple[int, float]:
+    def _take(self, chosen: Chosen) -> tuple[int, float, Top]:
         """Wait for a token and append it to the text."""
-        token, logprob = chosen[0].item(), chosen[1].item()
+        token, logprob = chosen.token.item(), chosen.logprob.item()
         assert isinstance(token, int) and isinstance(logprob, float)
         if math.isnan(logprob):
             raise NotANumber(f"the logits after token {len(self.ids)} are not numbers; try another --dtype")
         self.ids.append(token)
-        return token, logprob
+        return token, logprob, top_of(chosen.top[0], chosen.top_logprobs[0])
 
     def _outgrown(self) -> bool:
         """True if the cache is not right for a text of one more token."""

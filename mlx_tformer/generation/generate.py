@@ -1,15 +1,19 @@
 """Generation as callers see it: a prompt and settings in, steps of text out."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..nn import Cache
+from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
-from .sampling import Sampler, Sampling
+from .sampling import Sampler
+from .scores import PromptScores, TokenScore, Top
+from .settings import Encode, sampling_of
 from .stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ class Step:
     logprob: float
     finish: str | None = None
     """None, or "end" (an end token), "stop" (a stop string), "length" (max_tokens or the context)."""
+    top: Top = ()
+    """The likeliest tokens in its place, (id, log-probability), the best first: as many as were asked for."""
 
 
 @dataclass
@@ -58,14 +64,21 @@ class Stats:
 
 
 class Generation(Iterator[Step]):
-    """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far."""
+    """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far, and
+    after the first step `prompt_scores` what the model thought of the prompt, if that was asked for."""
 
-    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats):
+    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
         self.prompt, self.stats = prompt, stats
+        self._scores = scores
         self.tokens: list[int] = []
         self.text = ""
         self.finish: str | None = None
         self._steps = steps
+
+    @property
+    def prompt_scores(self) -> list[TokenScore]:
+        """The prompt's tokens with their log-probabilities; the first has none."""
+        return [] if self._scores is None else self._scores.found
 
     def __next__(self) -> Step:
         step = next(self._steps)
@@ -80,18 +93,18 @@ def generate(
     prompt: Prompt,
     *,
     max_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
+    logprobs: int = 0,
+    prompt_logprobs: bool = False,
+    **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
 
-    temperature, top_k, top_p, min_p, seed: see `Sampling`; temperature 0 takes the best token each time. stop:
-    strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens.
+    sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
+    stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
+    how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
+    model thought of the prompt.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context.
@@ -102,19 +115,68 @@ def generate(
     >>> len(steps), steps[-1].finish
     (5, 'length')
     """
+    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
+        raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
+    ids = prompt_ids(lm, prompt)
+    transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end)
+    scores = PromptScores(ids, logprobs) if prompt_logprobs else None
+    sampler = sampler_for(lm, ids, sampling, logprobs)
+    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
+    stats = Stats(prompt_tokens=len(ids))
+    return Generation(steps(decoder, transcript, stats), ids, stats, scores)
+
+
+def transcript_of(
+    lm: "LanguageModel",
+    ids: Sequence[int],
+    max_tokens: int = 100,
+    stop: Sequence[str] = (),
+    stop_at_end: bool = True,
+) -> "Transcript":
+    """The text that may follow a prompt of `ids`; raises UsageError for settings that cannot be meant."""
+    check_max_tokens(max_tokens)
+    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+    end_ids = lm.end_ids if stop_at_end else frozenset()
+    return Transcript(stream, min(max_tokens, lm.context - len(ids)), end_ids, stop)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raise UsageError for a number of tokens that cannot be meant."""
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
         raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
-    ids = prompt_ids(lm, prompt)
-    sampler = Sampler(Sampling(temperature, top_k, top_p, min_p, seed))
-    limit = min(max_tokens, lm.context - len(ids))
-    stats = Stats(prompt_tokens=len(ids))
-    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + limit)
-    end_ids = lm.end_ids if stop_at_end else frozenset()
-    return Generation(_steps(lm, decoder, limit, StopStrings(stop), end_ids, stats), ids, stats)
+
+
+def sampler_for(lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0) -> Sampler:
+    """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
+    sampling = sampling_of(settings).in_ids(encoder(lm.tokenizer), lm.vocab)
+    return Sampler(sampling, [ids], end_ids=[i for i in lm.end_ids if 0 <= i < lm.vocab], top=top)
+
+
+def encoder(tokenizer: Tokenizer | None) -> Encode | None:
+    """Ids of texts as they occur inside of others, if there is a tokenizer."""
+    return None if tokenizer is None else lambda text: tokenizer.encode(text, special=True, add_bos=False)
 
 
 def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     """The ids of a prompt in any form, checked against the model's vocabulary and context."""
+    ids = checked_ids(lm, prompt)
+    if len(ids) >= lm.context:
+        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
+        raise UsageError(problem)
+    return ids
+
+
+class Reader(Protocol):
+    """A model that knows ids up to `vocab`, and those of a text."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    def tokens(self, text: str) -> Tokens: ...
+
+
+def checked_ids(lm: Reader, prompt: Prompt) -> list[int]:
+    """The ids of a text in any form, of which there must be some, and only those that the model has."""
     if isinstance(prompt, str):
         ids = list(lm.tokens(prompt))
     elif isinstance(prompt, mx.array):
@@ -128,31 +190,54 @@ def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
     wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < lm.vocab), None)
     if wrong is not None:
         raise UsageError(f"prompt: found id {wrong}, expected 0 to {lm.vocab - 1}")
-    if len(ids) >= lm.context:
-        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
-        raise UsageError(problem)
     return ids
 
 
-def _steps(
-    lm: "LanguageModel", decoder: Decoder, limit: int, stop: StopStrings, end_ids: frozenset[int], stats: Stats
-) -> Iterator[Step]:
-    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
+class Chosen(Protocol):
+    """What gives ids, their log-probabilities and the likeliest ids in their place one by one, and has a cache."""
+
+    cache: Cache
+
+    def __iter__(self) -> Iterator[tuple[int, float, Top]]: ...
+
+
+class Transcript:
+    """The text of one generation: takes its tokens, tells what of the text is safe to show, and when it ends.
+
+    stream: makes text of tokens, if there is a tokenizer. limit: tokens that may come at most. end_ids: tokens that end
+    the text. stop: strings at which it ends.
+    """
+
+    def __init__(
+        self, stream: TextStream | None, limit: int, end_ids: frozenset[int] = frozenset(), stop: Sequence[str] = ()
+    ) -> None:
+        self.limit, self.tokens = limit, 0
+        self._stop, self._end_ids, self._stream = StopStrings(stop), end_ids, stream
+
+    def add(self, token: int, logprob: float, top: Top = ()) -> Step:
+        """The step that a token makes."""
+        self.tokens += 1
+        stream, stop, ended = self._stream, self._stop, token in self._end_ids
+        text = "" if stream is None or ended else stop.add(stream.add(token))
+        finish = "end" if ended else "stop" if stop.found else "length" if self.tokens == self.limit else None
+        if finish in ("end", "length") and stream is not None:
+            text += stop.add(stream.finish())
+            finish = "stop" if stop.found else finish
+            text += "" if stop.found else stop.finish()
+        return Step(text, token, logprob, finish, top)
+
+
+def steps(decoder: Chosen, transcript: Transcript, stats: Stats) -> Iterator[Step]:
+    """The tokens of a decoder as steps with their text, up to where it ends."""
     mx.reset_peak_memory()
     begun = time.perf_counter()
-    for token, logprob in decoder:
+    for token, logprob, top in decoder:
         stats.tokens += 1
         stats.seconds = time.perf_counter() - begun
         if stats.tokens == 1:
             stats.first_token_seconds = stats.seconds
         stats.cache_bytes, stats.peak_bytes = decoder.cache.nbytes, mx.get_peak_memory()
-        ended = token in end_ids
-        text = "" if stream is None or ended else stop.add(stream.add(token))
-        finish = "end" if ended else "stop" if stop.found else "length" if stats.tokens == limit else None
-        if finish in ("end", "length") and stream is not None:
-            text += stop.add(stream.finish())
-            finish = "stop" if stop.found else finish
-            text += "" if stop.found else stop.finish()
-        yield Step(text, token, logprob, finish)
-        if finish is not None:
+        step = transcript.add(token, logprob, top)
+        yield step
+        if step.finish is not None:
             return

@@ -1,124 +1,208 @@
-"""Choosing the next token. Filters apply in the order that transformers uses: temperature, top-k, top-p, min-p."""
+"""Choosing the next token: what was said before changes the logits, filters remove tokens, a key draws one.
 
-import math
+The order is that of transformers: bias, penalties, forbidden words, then temperature, top-k, top-p, min-p, typical, and
+XTC. Everything is lazy and stays on the device, so that a step is under way before the token of the last one is read.
+"""
+
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..errors import BadInput, UsageError
+from . import filters, penalties
+from .settings import Sampling
 
 COLDEST = 1e-6
 """Below this temperature nothing but the best token has a chance that float32 can tell from 0."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose: always the best token (temperature 0), or by chance among those that the filters leave.
+class Chosen(NamedTuple):
+    """A token for each row of a batch, (B,), and what the model thought of it before any setting changed that."""
 
-    top_k: keep so many of the best tokens (0: all). top_p: keep the best tokens that together have this probability
-    (Holtzman et al. 2020, arXiv 1904.09751). min_p: keep tokens at least so likely as this share of the best one
-    (Nguyen et al. 2024, arXiv 2407.01082). seed: the same seed gives the same choices (None: a new one each time).
-
-    >>> Sampling(top_p=2)
-    Traceback (most recent call last):
-    mlx_tformer.errors.UsageError: top_p: found 2, expected a number above 0, at most 1
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _expect(self.temperature, "temperature", "a number of 0 or more", lambda v: 0 <= v < math.inf)
-        _expect(self.top_p, "top_p", "a number above 0, at most 1", lambda v: 0 < v <= 1)
-        _expect(self.min_p, "min_p", "a number from 0 to 1", lambda v: 0 <= v <= 1)
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise UsageError(f"top_k: found {self.top_k}, expected a whole number of 0 or more")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise UsageError(f"seed: found {self.seed}, expected a whole number from 0 to 2^64 - 1")
-
-
-def recommended(settings: Mapping[str, Any], origin: str) -> dict[str, float | int]:
-    """The arguments of `Sampling` that a `generation_config.json` recommends: none if it says `do_sample: false`.
-
-    Raises BadInput for a recommendation that cannot be followed.
-
-    >>> recommended({"do_sample": True, "top_k": 20, "top_p": None, "eos_token_id": 2}, "a model")
-    {'temperature': 1.0, 'top_k': 20}
-    """
-    if settings.get("do_sample") is False:
-        return {}
-    names = ("temperature", "top_k", "top_p", "min_p")
-    found = {name: settings[name] for name in names if settings.get(name) is not None}
-    if settings.get("do_sample") is True:
-        found = {"temperature": 1.0, **found}
-    try:
-        Sampling(**found)
-    except UsageError as error:
-        raise BadInput(str(error), file=f"{origin}/generation_config.json") from None
-    return found
-
-
-def _expect(value: float, name: str, expected: str, holds: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-        raise UsageError(f"{name}: found {value}, expected {expected}")
+    token: mx.array
+    logprob: mx.array
+    """Log-probability under the model, (B,), float32."""
+    top: mx.array
+    """Ids of the most likely tokens, (B, n), the best first."""
+    top_logprobs: mx.array
+    """Their log-probabilities, (B, n), float32."""
 
 
 class Sampler:
-    """Chooses tokens by a `Sampling`, lazily, on the device."""
+    """Chooses a token for each row of a batch, by a `Sampling` for each, in ids; lazily, on the device.
 
-    def __init__(self, sampling: Sampling):
-        self.sampling = sampling
-        self._key = mx.random.key(secrets.randbits(63) if sampling.seed is None else sampling.seed)
+    Row r draws with a key of its own, from its seed and from the number of tokens that it has chosen, so that what
+    stands in the other rows makes no difference. prompts: the ids of each row's prompt. written: the ids that have
+    been chosen since, by another sampler (None: none). end_ids: tokens that end a text. top: how many of the most
+    likely tokens to tell.
+    """
 
-    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """logits (B, V) -> the chosen ids (B,), and their log-probabilities (B,) under the unfiltered model, in
-        float32."""
-        logprobs = logits.astype(mx.float32)
-        logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-        token = self._choose(logprobs)
-        return token, mx.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+    def __init__(
+        self,
+        rows: Sampling | Sequence[Sampling],
+        prompts: Sequence[Sequence[int]] = ((),),
+        *,
+        written: Sequence[Sequence[int]] | None = None,
+        end_ids: Sequence[int] = (),
+        top: int = 0,
+    ):
+        self.rows = [rows] if isinstance(rows, Sampling) else list(rows)
+        self.top = top
+        self._prompts = [list(ids) for ids in prompts]
+        self._written = [[] for _ in prompts] if written is None else [list(ids) for ids in written]
+        self.chosen = [len(ids) for ids in self._written]
+        """Tokens that each row has chosen."""
+        self._end_ids = mx.array(sorted(end_ids), dtype=mx.int32)
+        self._keys = mx.stack([row_key(row.seed) for row in self.rows])
+        self._history: _History | None = None
 
-    def _choose(self, logprobs: mx.array) -> mx.array:
-        if self.sampling.temperature < COLDEST:
-            return mx.argmax(logprobs, axis=-1)
-        self._key, key = mx.random.split(self._key)
-        return mx.random.categorical(filtered(logprobs, self.sampling), key=key)
+    def __call__(self, logits: mx.array) -> Chosen:
+        """logits (B, V) -> a token for each row."""
+        logits = logits.astype(mx.float32)
+        if self._history is None:
+            self._history = _History(self.rows, self._prompts, self._end_ids, logits.shape[-1], self._written)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = self._choose(self._history.changed(logits, self.chosen))
+        self._history.add(token)
+        self.chosen = [count + 1 for count in self.chosen]
+        logprob = mx.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+        return Chosen(token, logprob, *best(logprobs, self.top))
+
+    def _choose(self, logits: mx.array) -> mx.array:
+        greedy = [row.temperature < COLDEST for row in self.rows]
+        if all(greedy):
+            return mx.argmax(logits, axis=-1)
+        keys = mx.stack([self._keys[:, 0], self._keys[:, 1] ^ mx.array(self.chosen, dtype=mx.uint32)], axis=1)
+        # Two draws of one key would not be independent, so the one for XTC has a key that no step can have.
+        rare = mx.stack([~keys[:, 0], keys[:, 1]], axis=1)
+        scores = filtered(logits, self.rows, rare, self._end_ids)
+        drawn = mx.argmax(scores + _for_rows(gumbel, keys, logits.shape[-1]), axis=-1)
+        return mx.where(mx.array(greedy), mx.argmax(logits, axis=-1), drawn) if any(greedy) else drawn
 
 
-def filtered(logprobs: mx.array, sampling: Sampling) -> mx.array:
-    """The log-weights (B, V) that a token is drawn by: -inf for those that the filters remove."""
-    scores = logprobs / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        scores = keep_top_k(scores, sampling.top_k)
-    if sampling.top_p < 1:
-        scores = keep_top_p(scores, sampling.top_p)
-    if sampling.min_p > 0:
-        scores = keep_min_p(scores, sampling.min_p)
+class _History:
+    """What the tokens before do to the logits; holds nothing that no row asked for."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sampling],
+        prompts: Sequence[Sequence[int]],
+        end_ids: mx.array,
+        vocab: int,
+        written: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        written = [[] for _ in prompts] if written is None else written
+        self._rows = rows
+        self._ends = mx.zeros((vocab,), mx.bool_)
+        self._ends[end_ids] = True
+        counted = any(r.repetition_penalty != 1 or r.presence_penalty or r.frequency_penalty for r in rows)
+        self._counts = penalties.Counts(prompts, vocab, written) if counted else None
+        texts = [[*before, *since] for before, since in zip(prompts, written, strict=True)]
+        dry = any(r.dry_multiplier for r in rows)
+        breakers = [[i for i in r.dry_breakers if isinstance(i, int)] for r in rows]
+        self._repeats = penalties.Repeats(texts, breakers) if dry else None
+        words = [[[i for i in word if isinstance(i, int)] for word in r.bad_words] for r in rows]
+        self._forbidden = penalties.Forbidden(texts, words, vocab) if any(words) else None
+        self._bias = _biases(rows, vocab) if any(r.logit_bias for r in rows) else None
+
+    def changed(self, logits: mx.array, chosen: Sequence[int]) -> mx.array:
+        """Logits (B, V) after bias, penalties and what must not come; rows have chosen so many tokens."""
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._counts is not None:
+            logits = penalties.repeated(logits, self._counts.seen, _column(self._rows, "repetition_penalty"))
+            written = self._counts.written
+            logits = logits - _column(self._rows, "presence_penalty") * (written > 0)
+            logits = logits - _column(self._rows, "frequency_penalty") * written
+        if self._repeats is not None:
+            names = ("dry_multiplier", "dry_base", "dry_allowed_length")
+            dry = penalties.Dry(*(_column(self._rows, name) for name in names))
+            logits = logits - self._repeats.penalty(dry, logits.shape[-1])
+        if self._forbidden is not None:
+            logits = self._forbidden(logits)
+        early = [count < row.min_tokens for count, row in zip(chosen, self._rows, strict=True)]
+        return mx.where(mx.array(early)[:, None] & self._ends, -mx.inf, logits) if any(early) else logits
+
+    def add(self, token: mx.array) -> None:
+        """Go on by the tokens (B,) that were chosen."""
+        for part in (self._counts, self._repeats, self._forbidden):
+            if part is not None:
+                part.add(token)
+
+
+def filtered(
+    logits: mx.array, rows: Sequence[Sampling], keys: mx.array | None = None, end_ids: mx.array | None = None
+) -> mx.array:
+    """The log-weights (B, V) that a token is drawn by: -inf for those that the filters remove. `keys` (B, 2) are for
+    the chance in XTC, whose filter is left out without them."""
+    scores = logits / mx.array([[max(row.temperature, COLDEST)] for row in rows])
+    if any(row.top_k for row in rows):
+        counts = [row.top_k or filters.OFF["top_k"] for row in rows]
+        same = len(set(counts)) == 1
+        scores = filters.keep_top_k(scores, int(counts[0]) if same else mx.array(counts, dtype=mx.int32)[:, None])
+    if any(row.top_p < 1 for row in rows):
+        scores = filters.keep_top_p(scores, _probabilities(rows, "top_p"))
+    if any(row.min_p > 0 for row in rows):
+        scores = filters.keep_min_p(scores, _column(rows, "min_p"))
+    if any(row.typical_p < 1 for row in rows):
+        scores = filters.keep_typical(scores, _probabilities(rows, "typical_p"))
+    if keys is not None and any(row.xtc_probability > 0 for row in rows):
+        now = _for_rows(uniform, keys, 1) < _column(rows, "xtc_probability")
+        scores = filters.exclude_top(scores, _column(rows, "xtc_threshold"), now, end_ids)
     return scores
 
 
-def keep_top_k(scores: mx.array, k: int) -> mx.array:
-    """The k largest of each row, and those equal to the k-th."""
-    kth = mx.topk(scores, k, axis=-1).min(axis=-1, keepdims=True)
-    return mx.where(scores < kth, -mx.inf, scores)
+def best(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The ids of the `count` best in (..., V) and their values, both (..., count), the best first."""
+    count = min(count, logprobs.shape[-1])
+    if count == 0:
+        none = mx.zeros((*logprobs.shape[:-1], 0))
+        return none.astype(mx.int32), none
+    ids = mx.argpartition(-logprobs, count - 1, axis=-1)[..., :count]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
 
 
-def keep_top_p(scores: mx.array, p: float) -> mx.array:
-    """The most likely tokens of each row until their probabilities reach p; the one that crosses it stays, so one
-    always does."""
-    order = mx.argsort(-scores, axis=-1)
-    probs = mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1, precise=True)
-    before = mx.cumsum(probs, axis=-1, inclusive=False)
-    kept = mx.put_along_axis(mx.zeros(scores.shape, mx.bool_), order, before < p, axis=-1)
-    return mx.where(kept, scores, -mx.inf)
+def row_key(seed: int | None) -> mx.array:
+    """A key (2,) whose words look like chance, so that keys that are made of it by changing a word do not meet."""
+    return mx.random.split(mx.random.key(secrets.randbits(63) if seed is None else seed))[0]
 
 
-def keep_min_p(scores: mx.array, p: float) -> mx.array:
-    """Tokens whose probability is at least p times that of the best."""
-    return mx.where(scores < scores.max(axis=-1, keepdims=True) + math.log(p), -mx.inf, scores)
+def gumbel(size: int, key: mx.array) -> mx.array:
+    """Noise (size,) that makes the largest of log-weights plus noise a draw by these weights (Gumbel 1954)."""
+    return mx.random.gumbel((size,), key=key)
+
+
+def uniform(size: int, key: mx.array) -> mx.array:
+    """Numbers (size,) from 0 to 1."""
+    return mx.random.uniform(shape=(size,), key=key)
+
+
+def _for_rows(make: Callable[[int, mx.array], mx.array], keys: mx.array, size: int) -> mx.array:
+    """(B, size) of keys (B, 2), each row as if it were alone."""
+
+    def one(key: mx.array) -> mx.array:
+        return make(size, key)
+
+    vectorised: Callable[[mx.array], mx.array] = mx.vmap(one)
+    return vectorised(keys)
+
+
+def _column(rows: Sequence[Sampling], name: str) -> mx.array:
+    """A setting of each row, (B, 1)."""
+    return mx.array([[vars(row)[name]] for row in rows])
+
+
+def _probabilities(rows: Sequence[Sampling], name: str) -> mx.array:
+    return mx.array([[vars(row)[name] if vars(row)[name] < 1 else filters.OFF[name]] for row in rows])
+
+
+def _biases(rows: Sequence[Sampling], vocab: int) -> mx.array:
+    """(B, V)"""
+    found = mx.zeros((len(rows), vocab))
+    for row, settings in enumerate(rows):
+        for index, bias in settings.logit_bias.items():
+            found[row, int(index)] = bias
+    return found

@@ -1,22 +1,26 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `cache`, `context`, `attention`, `latent`, `ssm`, `mlp`,
-`moe`, `block`, `draft`, `model`, `encoder`.
+Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `attention`, `cross`, `latent`, `ssm`,
+`delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear
 
 from .attention import Attention, attend
 from .block import Block, Parallel, Residual
-from .cache import KV, Apart, Cache, State, Stateful, WindowKV, stateful
+from .cache import KV, Apart, Cache, Memory, State, Stateful, WindowKV, stateful
 from .context import Context
+from .cross import CrossAttention
+from .delta import GatedDelta
 from .draft import NextToken
-from .encoder import Encoder, TokenHead
+from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
 from .latent import LatentAttention
+from .linear_attention import LinearAttention
+from .lsh import LSHAttention
 from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
-from .moe import ExpertLinear, Experts, Groups, Mixture, Router
+from .moe import ExpertLinear, Experts, Groups, Mixture, PlainExperts, Router
 from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
 from .position import (
     Alibi,
@@ -28,19 +32,24 @@ from .position import (
     Position,
     Rope,
     Scaling,
+    Sinusoidal,
     Unscaled,
     Yarn,
 )
-from .ssm import GatedNorm, Mamba, Mamba2, Recurrent
+from .relative import RelativeBias, Shared
+from .seq2seq import LogitBias, Seq2Seq
+from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
+from .vision import Patches, VisionEncoder
 
-Model = LM | Encoder
+Model = LM | Encoder | VisionEncoder | Seq2Seq
 """What a family makes."""
 
 __all__ = [
     "ACTIVATIONS",
     "KV",
     "LM",
+    "POOLS",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -50,7 +59,9 @@ __all__ = [
     "Cache",
     "Causal",
     "Chunk",
+    "Classifier",
     "Context",
+    "CrossAttention",
     "DynamicNTK",
     "EachHead",
     "Embed",
@@ -59,35 +70,49 @@ __all__ = [
     "ExpertLinear",
     "Experts",
     "Gate",
+    "GatedDelta",
     "GatedMlp",
     "GatedNorm",
     "Groups",
     "Identity",
+    "LSHAttention",
     "LatentAttention",
     "LayerNorm",
     "Learned",
     "Linear",
+    "LinearAttention",
     "LinearScaling",
     "Llama3",
+    "LogitBias",
     "LongRope",
     "Mamba",
     "Mamba2",
     "Mask",
+    "Memory",
     "Mixture",
     "Mlp",
     "Model",
     "Module",
+    "Multipliers",
     "NextToken",
+    "NormedGate",
     "Parallel",
+    "Patches",
+    "PlainExperts",
     "Position",
     "RMSNorm",
     "Recurrent",
+    "RelativeBias",
     "Residual",
     "Rope",
     "Router",
     "Scaled",
     "Scaling",
+    "Seq2Seq",
+    "Shared",
     "ShiftedRMSNorm",
+    "SiluGate",
+    "Sinusoidal",
     "SoftCap",
     "Stack",
     "State",
@@ -95,10 +120,12 @@ __all__ = [
     "TokenHead",
     "UnitRMSNorm",
     "Unscaled",
+    "VisionEncoder",
     "Window",
     "WindowKV",
     "Yarn",
     "attend",
+    "pooled",
     "stateful",
     "tap",
     "visible",

@@ -19,11 +19,14 @@ class Attention(Stateful):
     values come from one matrix, whose rows are all q heads, then all k heads, then all v heads. `q_norm` and
     `k_norm` work on each head before the position turns it; `mask` says who sees whom, and a window in it bounds
     what is remembered. `softcap` bounds the scores to ± its value (Gemma 2), `sinks` gives each head a learned score
-    that takes part in the softmax and adds nothing (gpt-oss), `clip` bounds q, k and v (OLMo, MPT).
+    that takes part in the softmax and adds nothing (gpt-oss), `clip` bounds q, k and v (OLMo, MPT). `gated` multiplies
+    what a head finds by the sigmoid of as many more features, whose rows follow those of the head's q (Qwen3-Next).
 
     >>> Attention(32, heads=4, kv_heads=2)(mx.zeros((1, 5, 32))).shape
     (1, 5, 32)
     """
+
+    packs = True
 
     def __init__(
         self,
@@ -42,14 +45,15 @@ class Attention(Stateful):
         softcap: float | None = None,
         sinks: bool = False,
         clip: float | None = None,
+        gated: bool = False,
     ):
         super().__init__()
-        self.heads = heads
+        self.heads, self.gated = heads, gated
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim = dim // heads if head_dim is None else head_dim
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias)
+        self.qkv = nn.Linear(dim, (self.heads * (1 + gated) + 2 * self.kv_heads) * self.head_dim, bias)
         self.out = nn.Linear(self.heads * self.head_dim, dim, bias if out_bias is None else out_bias)
         self.position = Position() if position is None else position
         self.q_norm = nn.Identity() if q_norm is None else q_norm
@@ -60,6 +64,10 @@ class Attention(Stateful):
         if sinks:
             self.sinks = mx.zeros((heads,))
         self.has_sinks = sinks
+
+    @property
+    def remembers(self) -> bool:
+        return any(isinstance(part, Causal) for part in self.mask.parts)
 
     def new_state(self) -> State:
         window = window_of(self.mask)
@@ -72,7 +80,7 @@ class Attention(Stateful):
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
-        q, k, v = self._heads(self.qkv(x))
+        q, k, v, gate = self._heads(self.qkv(x))
         q, k, v = (
             x if self.clip is None else mx.clip(x, -self.clip, self.clip) for x in (self.q_norm(q), self.k_norm(k), v)
         )
@@ -95,13 +103,15 @@ class Attention(Stateful):
             softcap=self.softcap,
             sinks=sinks,
         )
+        z = z if gate is None else z * mx.sigmoid(gate)
         return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
-    def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D)"""
+    def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+        """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D), and the gate (B, H, L, D) if there is one"""
         heads = mx.unflatten(qkv, -1, (-1, self.head_dim)).swapaxes(1, 2)
-        q, k, v = mx.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
-        return q, k, v
+        queries = self.heads * (1 + self.gated)
+        q, k, v = mx.split(heads, [queries, queries + self.kv_heads], axis=1)
+        return (q[:, ::2], k, v, q[:, 1::2]) if self.gated else (q, k, v, None)
 
 
 def attend(

@@ -73,14 +73,18 @@ class Block(Module):
 class Parallel(Block):
     """Named residual steps that all read the same input: x + delta + delta (GPT-J, GPT-NeoX, Falcon, Cohere).
 
-    `pre` is a norm that they share; steps with norms of their own have none here.
+    `pre` is a norm that they share; steps with norms of their own have none here. `beside` of them do so, all if it is
+    None, and the others follow one by one (Falcon-H1: attention and a state space, then an MLP).
     """
 
-    def __init__(self, pre: Norm | None = None, /, **steps: Residual):
+    def __init__(self, pre: Norm | None = None, beside: int | None = None, /, **steps: Residual):
         super().__init__(**steps)
         self.pre: Norm = nn.Identity() if pre is None else pre
+        self.beside = len(steps) if beside is None else beside
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         read = self.pre(x)
-        deltas = [step.delta(read, ctx) for step in self.steps]
-        return tap(self, "out", sum(deltas, x))
+        x = sum([step.delta(read, ctx) for step in self.steps[: self.beside]], x)
+        for step in self.steps[self.beside :]:
+            x = step(x, ctx)
+        return tap(self, "out", x)

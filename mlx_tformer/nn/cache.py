@@ -4,6 +4,7 @@ The caller owns the cache and passes it in; a model keeps nothing itself.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +27,19 @@ class State(ABC):
     @abstractmethod
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens; raises UsageError where what came before them is gone."""
+
+    def take(self, rows: mx.array) -> None:
+        """Keep these rows of the batch, (N,), in this order; a row may be there several times, as beams begin."""
+        raise UsageError(f"the rows of a batch cannot be told apart in {type(self).__name__}")
+
+    def join(self, others: Sequence["State"]) -> None:
+        """Take in the rows of other states of this kind, below one's own; all texts end at the same place, that of the
+        longest, so shorter ones get padding in front."""
+        raise UsageError(f"texts cannot join a batch in {type(self).__name__}")
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` tokens, which are padding in every row, as if they had never been."""
+        raise UsageError(f"padding cannot be dropped from {type(self).__name__}")
 
 
 class KV(State):
@@ -59,6 +73,32 @@ class KV(State):
     def trim(self, count: int) -> None:
         if not 0 <= count <= self.length:
             raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
+        self.length -= count
+
+    def take(self, rows: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def join(self, others: Sequence[State]) -> None:
+        states = [self, *(other for other in others if isinstance(other, KV))]
+        kept = max(state.length - state.first for state in states)
+        self.keys = mx.concatenate([state._padded(state.keys, kept) for state in states])
+        self.values = mx.concatenate([state._padded(state.values, kept) for state in states])
+        self.length = max(state.length for state in states)
+        self.first = self.length - kept
+
+    def _padded(self, buffer: mx.array | None, kept: int) -> mx.array:
+        """The tokens in a buffer behind as many zeros as make them `kept`, and room to grow."""
+        assert buffer is not None
+        count = self.length - self.first
+        room = _rounded(kept, self.STEP) - kept
+        return mx.pad(buffer[..., :count, :], [(0, 0), (0, 0), (kept - count, room), (0, 0)])
+
+    def drop(self, count: int) -> None:
+        gone = max(count - self.first, 0)
+        if gone and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[..., gone:, :], self.values[..., gone:, :]
+        self.first = max(self.first - count, 0)
         self.length -= count
 
     def _make_room(self, keys: mx.array, values: mx.array) -> tuple[int, int]:
@@ -116,8 +156,38 @@ def _moved(buffer: mx.array, kept: range, size: int) -> mx.array:
     return mx.concatenate([old, _empty(old, size - len(kept))], axis=2)
 
 
+class Memory(State):
+    """Keys (B, K, S, D) and values (B, K, S, D) of a memory, made once; `length` counts the tokens that look at it."""
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.length = 0
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def trim(self, count: int) -> None:
+        if not 0 <= count <= self.length:
+            raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
+        self.length -= count
+
+    def take(self, rows: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
+
+    packs = False
+    """Whether the texts of a row that holds several stay apart in it (`text_starts`)."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is anything to remember: not in attention that sees what comes later, which runs once."""
+        return True
 
     @abstractmethod
     def new_state(self) -> State:
@@ -136,7 +206,7 @@ def stateful(model: nn.Module) -> list[Stateful]:
     """The modules that remember something when `model` runs, without those of parts that stand apart."""
     parts = [part for part in model.modules() if isinstance(part, Apart) and part is not model]
     apart = {id(module) for part in parts for module in part.modules()}
-    return [m for m in model.modules() if isinstance(m, Stateful) and id(m) not in apart]
+    return [m for m in model.modules() if isinstance(m, Stateful) and m.remembers and id(m) not in apart]
 
 
 class Cache:
@@ -144,13 +214,14 @@ class Cache:
 
     `context` is the length that the text is planned to have; only models whose positions depend on that length look
     at it, and keys of different regimes are never mixed. `left` (B,) counts the padding in front of each row, if
-    there is any.
+    there is any. `real` (B, S) is True where the text that a decoder looks back to is no padding.
     """
 
     def __init__(self, states: dict[str, State], context: int = 0):
         self.states = states
         self.context = context
         self.left: mx.array | None = None
+        self.real: mx.array | None = None
 
     @classmethod
     def of(cls, model: nn.Module, context: int = 0) -> "Cache":
@@ -175,6 +246,39 @@ class Cache:
         """Bytes of the buffers, room for growth included."""
         return sum(array.nbytes for array in self.arrays)
 
+    def take(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, in this order; one may be there several times. Raises UsageError for a state
+        that cannot be divided by rows."""
+        chosen = mx.array(list(rows))
+        for state in self.states.values():
+            state.take(chosen)
+        self.left = None if self.left is None else self.left[chosen]
+        self.real = None if self.real is None else self.real[chosen]
+
+    def join(self, others: Sequence["Cache"]) -> None:
+        """Take in the texts of other caches of the same model, as rows below one's own that end at the same place.
+
+        Their padding counts too, so that a row remembers and sees what it did alone. Raises UsageError for a state
+        that cannot take in rows.
+        """
+        caches, length = [self, *others], max(self.length, *(other.length for other in others))
+        padding = [length - cache.length + _padding(cache) for cache in caches]
+        for path, state in self.states.items():
+            state.join([other[path] for other in others])
+        self.context = max(cache.context for cache in caches)
+        left = mx.concatenate(padding)
+        self.left = left if mx.any(left).item() else None
+
+    def compact(self) -> None:
+        """Drop the padding that all rows have in common, which nobody looks at."""
+        common = 0 if self.left is None else self.left.min().item()
+        if self.left is None or not isinstance(common, int) or not common:
+            return
+        for state in self.states.values():
+            state.drop(common)
+        self.left = self.left - common
+        self.left = self.left if mx.any(self.left).item() else None
+
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens in every layer, or raise UsageError and forget nothing."""
         done = []
@@ -186,3 +290,8 @@ class Cache:
             for state in done:
                 state.length += count
             raise
+
+
+def _padding(cache: Cache) -> mx.array:
+    """Tokens of padding in front of each row, (B,)."""
+    return mx.zeros((cache.arrays[0].shape[0],), mx.int32) if cache.left is None else cache.left

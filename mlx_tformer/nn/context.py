@@ -17,23 +17,43 @@ class Context:
     length: int
     cache: Cache | None = None
     left: mx.array | None = None
-    """Padding in front of each row of the batch, (B,)."""
+    """What stands in each row of the batch before its text: padding, (B,). In a row of several texts, (B, L): for each
+    token what stands before the text that it belongs to."""
     context: int = 0
     """Length of the whole text, for positions that depend on it."""
     real: mx.array | None = None
     """Keys that are text and not padding, (B, S) booleans, where padding may stand anywhere (encoders)."""
+    memory: mx.array | None = None
+    """What cross-attention looks at, (B, S, C); None once its keys and values are in the cache."""
+    memory_real: mx.array | None = None
+    """Where the memory is text and not padding, (B, S) booleans; None: everywhere."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
     _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
 
     @classmethod
-    def alone(cls, x: mx.array) -> "Context":
-        """For a layer that is called by itself on x (B, L, C)."""
-        return cls(start=0, length=x.shape[1], context=x.shape[1])
+    def alone(cls, x: mx.array, memory: mx.array | None = None) -> "Context":
+        """For a layer that is called by itself on x (B, L, C), and one that looks at a memory (B, S, C)."""
+        return cls(start=0, length=x.shape[1], context=x.shape[1], memory=memory)
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the first new token; one for each row (B,) if the batch is padded."""
+        """Position of the first new token; one for each row (B,) if the batch is padded. In rows of several texts,
+        (B, L): by how much the position of each token differs from its place among the new ones (`places`)."""
         return self.start if self.left is None else self.start - self.left
+
+    @property
+    def text(self) -> mx.array | None:
+        """Which of the new tokens are text and not padding, (B, L) booleans; None if all are."""
+        if self.real is not None:
+            return self.real
+        if self.left is None or self.packed:
+            return None
+        return mx.arange(self.start, self.start + self.length) >= self.left[:, None]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows hold several texts."""
+        return self.left is not None and self.left.ndim == 2
 
     def state(self, path: str) -> State | None:
         """What the module at `path` remembers, or None without a cache."""

@@ -27,8 +27,61 @@ class TokenHead(Module):
         return tap(self, "out", self.norm(ACTIVATIONS[self.act](self.dense(x))))
 
 
+class Classifier(Module):
+    """Logits of labels, out(norm(act(dense(x)))): of one vector for each text, or of every token.
+
+    pool: how hidden states become that vector, see `POOLS`; None: each token by itself. Without a `dense` the last
+    matrix reads hidden states as they are. BERT's pooler and classifier, and RoBERTa's, DistilBERT's and ModernBERT's.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        labels: int,
+        *,
+        dense: nn.Linear | None = None,
+        act: str = "tanh",
+        norm: Norm | None = None,
+        pool: str | None = "cls",
+    ):
+        super().__init__()
+        self.has_dense = dense is not None
+        if dense is not None:
+            self.dense = dense
+        self.norm: Norm = nn.Identity() if norm is None else norm
+        self.out = nn.Linear(dim, labels)
+        self.act, self.pool, self.labels = act, pool, labels
+
+    def __call__(self, x: mx.array, real: mx.array | None = None) -> mx.array:
+        """(B, L, C) -> (B, labels), or (B, L, labels) token by token; `real` (B, L) is 0 at padding."""
+        x = tap(self, "pooled", x if self.pool is None else pooled(x, real, self.pool))
+        x = ACTIVATIONS[self.act](self.dense(x)) if self.has_dense else x
+        return tap(self, "logits", self.out(self.norm(x)))
+
+
+POOLS = ("mean", "cls", "last")
+"""How a text's hidden states become one vector: their mean, that of the first token, that of the last."""
+
+
+def pooled(hidden: mx.array, mask: mx.array | None, pool: str) -> mx.array:
+    """One vector a row, (B, C), of hidden states (B, L, C) whose mask (B, L) is True for text (None: all of it).
+
+    >>> x, mask = mx.array([[[1.0], [3.0], [8.0]]]), mx.array([[True, True, False]])
+    >>> [pooled(x, mask, pool).item() for pool in POOLS]
+    [2.0, 1.0, 3.0]
+    """
+    real = mx.ones(hidden.shape[:2], dtype=mx.bool_) if mask is None else mask.astype(mx.bool_)
+    places = mx.arange(real.shape[1])
+    if pool == "mean":
+        weights = real[..., None].astype(hidden.dtype)
+        return mx.where(real[..., None], hidden, 0).sum(axis=1) / weights.sum(axis=1)
+    at = mx.argmax(real, axis=1) if pool == "cls" else mx.max(mx.where(real, places, 0), axis=1)
+    return mx.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
+
+
 class Encoder(Module):
-    """An encoder: ids (B, L) -> logits (B, L, V) if it has a `head`, else hidden states (B, L, C).
+    """An encoder: ids (B, L) -> logits of labels if it has a `classifier`, logits (B, L, V) of the vocabulary if it has
+    a `head`, else hidden states (B, L, C).
 
     The embedding serves as the head's last matrix. `context` is how many tokens its positions are made for.
 
@@ -39,12 +92,22 @@ class Encoder(Module):
     (1, 3, 16)
     """
 
-    def __init__(self, embed: Embed, encoder: Stack, head: TokenHead | None = None, *, context: int | None = None):
+    def __init__(
+        self,
+        embed: Embed,
+        encoder: Stack,
+        head: TokenHead | None = None,
+        *,
+        classifier: Classifier | None = None,
+        context: int | None = None,
+    ):
         super().__init__()
         self.embed, self.encoder, self.context = embed, encoder, context
         if head is not None:
             self.head = head
-        self.has_head = head is not None
+        if classifier is not None:
+            self.classifier = classifier
+        self.has_head, self.has_classifier = head is not None, classifier is not None
         self.tied = self.has_head  # the embedding makes the logits
         name_modules(self)
 
@@ -56,8 +119,11 @@ class Encoder(Module):
     def __call__(
         self, ids: mx.array, *, attention_mask: mx.array | None = None, token_types: mx.array | None = None
     ) -> mx.array:
-        """Logits (B, L, V), or hidden states (B, L, C) without a head; for the arguments see `hidden`."""
+        """Logits of labels, (B, labels) or (B, L, labels), or of the vocabulary, (B, L, V), or hidden states (B, L, C)
+        without a head for either; for the arguments see `hidden`."""
         x = self.hidden(ids, attention_mask=attention_mask, token_types=token_types)
+        if self.has_classifier:
+            return self.classifier(x, attention_mask)
         return self.logits(x) if self.has_head else x
 
     def hidden(
@@ -75,7 +141,7 @@ class Encoder(Module):
                 raise UsageError(f"{name}: found shape {given.shape}, expected that of the ids, {ids.shape}")
         real = None if attention_mask is None else attention_mask.astype(mx.bool_)
         length = ids.shape[1]
-        ctx = Context(0, length, left=None if real is None else _left(real), context=length, real=real)
+        ctx = Context(0, length, left=None if real is None else padding_before(real), context=length, real=real)
         return self.encoder(self.embed(ids, ctx, token_types), ctx)
 
     def logits(self, x: mx.array) -> mx.array:
@@ -83,7 +149,7 @@ class Encoder(Module):
         return tap(self, "logits", self.embed.tokens.as_linear(self.head(x)) + self.head.bias)
 
 
-def _left(real: mx.array) -> mx.array | None:
+def padding_before(real: mx.array) -> mx.array | None:
     """How many tokens of padding stand before the first real one of each row, (B,); None if there are none."""
     if real.shape[1] == 0:
         return None

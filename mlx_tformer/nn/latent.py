@@ -33,6 +33,8 @@ class LatentAttention(Stateful):
     (1, 5, 32)
     """
 
+    packs = True
+
     def __init__(
         self,
         dim: int,

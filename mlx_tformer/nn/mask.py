@@ -144,7 +144,8 @@ def visible(
     """The mask for these positions: None, "causal", or booleans (L, S), with padding (B, 1, L, S) or (B, 1, 1, S).
 
     `left` (B,) counts the padding in front of each row of a batch; nobody sees padding, and a padded query sees
-    nothing. `real` (B, S) is True at keys that are no padding, wherever that stands; what its queries see is left
+    nothing. In a row of several texts `left` (B, L) says for each token where its text begins, and a token sees its own
+    text alone. `real` (B, S) is True at keys that are no padding, wherever that stands; what its queries see is left
     open.
 
     >>> visible(Causal() & Window(3), range(2), range(2))
@@ -156,8 +157,11 @@ def visible(
     """
     query, key = mx.arange(queries.start, queries.stop)[:, None], mx.arange(keys.start, keys.stop)
     if left is not None:
-        query, key = query - left[:, None, None, None], key - left[:, None, None, None]
-        return _and(mask.sees(query, key) & (query >= 0) & (key >= 0), real)
+        of_query, of_key = (
+            (left[:, None, None, None],) * 2 if left.ndim == 1 else (left[:, None, :, None], left[:, None, None])
+        )
+        query, key = query - of_query, key - of_key
+        return _and(mask.sees(query, key) & (query >= 0) & (key >= 0) & (of_query == of_key), real)
     parts = tuple(part for part in mask.parts if not part.covers(queries, keys))
     if not parts:
         return None if real is None else real[:, None, None]

@@ -1,24 +1,26 @@
 """Whole models: what surrounds a stack of blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
 from .block import Block, Norm
-from .cache import Cache
+from .cache import Cache, stateful
 from .context import Context
 from .draft import NextToken
-from .position import Learned, Position, Rope, Unscaled
-from .tap import Module, name_modules, tap
+from .position import Learned, Position, Rope, Sinusoidal, Unscaled
+from .tap import Elsewhere, Module, name_modules, tap
 
 
 class Embed(Module):
     """Token vectors, (B, L) -> (B, L, C): norm(scale * token + position + type), with the parts that a family has.
 
     `into` widens vectors that are narrower than the model (OPT's `word_embed_proj_dim`). `types` is how many kinds of
-    token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors).
+    token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors). `of` is another
+    embedding whose vectors of tokens these are as well, as a decoder's are an encoder's.
     """
 
     def __init__(
@@ -26,14 +28,17 @@ class Embed(Module):
         vocab: int,
         dim: int,
         *,
-        positions: Learned | None = None,
+        positions: Learned | Sinusoidal | None = None,
         scale: float = 1.0,
         norm: Norm | None = None,
         into: nn.Module | None = None,
         types: int = 0,
+        of: "Embed | None" = None,
     ):
         super().__init__()
-        self.tokens = nn.Embedding(vocab, dim)
+        self._of = None if of is None else Elsewhere(of)
+        if of is None:
+            self.tokens = nn.Embedding(vocab, dim)
         self.kinds = types
         if types:
             self.types = nn.Embedding(types, dim)
@@ -49,28 +54,50 @@ class Embed(Module):
 
     def __call__(self, ids: mx.array, ctx: Context, types: mx.array | None = None) -> mx.array:
         """`types` (B, L) are the kinds of the tokens; None: all of the first."""
-        x = self.tokens(ids)
-        x = self.into(x if self.dtype is None else x.astype(self.dtype))
+        x = self.into(self.vectors(ids))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
         if self.has_positions:
-            x = x + self.positions(ids.shape[1], ctx.offset)
+            x = x + self.positions(ids.shape[1], ctx.offset).astype(x.dtype)
         if self.kinds:
             x = x + self.types(mx.array([0]) if types is None else types)
         return tap(self, "out", self.norm(x))
 
+    def vectors(self, ids: mx.array) -> mx.array:
+        """What stands in the table for each token, (B, L, C)."""
+        if self._of is not None:
+            return self._of.module.vectors(ids)
+        x = self.tokens(ids)
+        return x if self.dtype is None else x.astype(self.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The table as a head: (B, L, C) -> (B, L, V)."""
+        return self.tokens.as_linear(x) if self._of is None else self._of.module.as_linear(x)
+
 
 class Stack(Module):
-    """Blocks in order, then a norm."""
+    """Blocks in order, then a norm. `position` is one whose weights all layers share, each through a `Shared` one."""
 
-    def __init__(self, layers: Sequence[Block], norm: Norm | None = None):
+    def __init__(self, layers: Sequence[Block], norm: Norm | None = None, *, position: Position | None = None):
         super().__init__()
         self.layers = list(layers)
+        if position is not None:
+            self.position = position
         self.norm: Norm = nn.Identity() if norm is None else norm
+        self.run: Run = directly
+        """How a layer is called; another way changes what is kept for the gradient, and not what is computed."""
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         for layer in self.layers:
-            x = layer(x, ctx)
+            x = self.run(self, layer, x, ctx)
         return tap(self, "out", self.norm(x))
+
+
+Run = Callable[[Stack, Block, mx.array, Context], mx.array]
+
+
+def directly(stack: Stack, layer: Block, x: mx.array, ctx: Context) -> mx.array:
+    """Call a layer of a stack, and nothing else."""
+    return layer(x, ctx)
 
 
 class SoftCap(Module):
@@ -132,17 +159,36 @@ class LM(Module):
         name_modules(self)
 
     def __call__(
-        self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None
+        self,
+        ids: mx.array,
+        cache: Cache | None = None,
+        *,
+        attention_mask: mx.array | None = None,
+        segments: mx.array | None = None,
     ) -> mx.array:
         """Logits (B, L, V) of the next token after each of `ids` (B, L), which follow what `cache` remembers.
 
-        `attention_mask` (B, L) is 0 at padding, which must stand in front of the text.
+        attention_mask (B, L) is 0 at padding, which must stand in front of the text. segments (B, L) number the texts
+        of rows that hold several, one after the other: a text sees itself alone, its positions begin at 0, and its
+        logits are those that it has in a row of its own (`mlx_tformer.training.pack`). Raises UsageError for segments
+        together with a cache or a mask, in a model that cannot keep texts apart, and for texts so long that positions
+        scale with their length.
         """
-        return self.logits(self.hidden(ids, cache, attention_mask=attention_mask))
+        return self.logits(self.hidden(ids, cache, attention_mask=attention_mask, segments=segments))
 
-    def hidden(self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None) -> mx.array:
-        """The residual stream after the last norm, (B, L, C): what `logits` reads."""
-        ctx = self._context(ids, cache, attention_mask)
+    def hidden(
+        self,
+        ids: mx.array,
+        cache: Cache | None = None,
+        *,
+        attention_mask: mx.array | None = None,
+        segments: mx.array | None = None,
+    ) -> mx.array:
+        """The residual stream after the last norm, (B, L, C): what `logits` reads; for the arguments see a call."""
+        if segments is None:
+            ctx = self._context(ids, cache, attention_mask)
+        else:
+            ctx = self._packed(ids, cache, attention_mask, segments)
         return self.decoder(self.embed(ids, ctx), ctx)
 
     def logits(self, x: mx.array) -> mx.array:
@@ -218,6 +264,24 @@ class LM(Module):
         found = [m for m in self.modules() if isinstance(m, Position) and m.regime(2**40) != m.regime(1)]
         return list({str(position): position for position in found}.values())
 
+    def _packed(
+        self, ids: mx.array, cache: Cache | None, attention_mask: mx.array | None, segments: mx.array
+    ) -> Context:
+        """The context of rows that hold several texts."""
+        if cache is not None or attention_mask is not None:
+            raise UsageError("segments: found a cache or an attention_mask too; rows of several texts go without")
+        if segments.shape != ids.shape:
+            raise UsageError(f"segments: found shape {segments.shape}, expected that of the ids, {ids.shape}")
+        other = next((m for m in stateful(self) if not m.packs), None)
+        if other is not None:
+            raise UsageError(f"segments: {other.path} ({type(other).__name__}) cannot keep the texts of a row apart")
+        starts, length, scaled = text_starts(segments), ids.shape[1], self.scaled_positions()
+        if any(position.regime(length) for position in scaled):
+            length = cast(int, (mx.arange(length) - starts).max().item()) + 1  # of the longest text
+            if any(position.regime(length) for position in scaled):
+                raise UsageError(f"segments: a text of {length} tokens needs a row of its own: its positions scale")
+        return Context(0, ids.shape[1], left=starts, context=length)
+
     def _context(self, ids: mx.array, cache: Cache | None, attention_mask: mx.array | None) -> Context:
         start, length = (0 if cache is None else cache.length), ids.shape[1]
         left = None if attention_mask is None else left_padding(attention_mask, ids.shape)
@@ -229,6 +293,17 @@ class LM(Module):
             cache.left = left if start == 0 else cache.left
             left, total = cache.left, cache.context
         return Context(start, length, cache, left, total)
+
+
+def text_starts(segments: mx.array) -> mx.array:
+    """Where in its row the text of each token begins, (B, L), from the number of its text; neighbours with the same
+    number are one text.
+
+    >>> text_starts(mx.array([[0, 0, 1, 1, 1, -1]])).tolist()
+    [[0, 0, 2, 2, 2, 5]]
+    """
+    begins = mx.where(segments[:, 1:] != segments[:, :-1], mx.arange(1, segments.shape[1]), 0)
+    return mx.cummax(mx.concatenate([mx.zeros_like(segments[:, :1]), begins], axis=1), axis=1)
 
 
 def left_padding(attention_mask: mx.array, shape: tuple[int, ...]) -> mx.array | None:

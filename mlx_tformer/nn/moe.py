@@ -4,6 +4,7 @@ Few tokens gather the weights of their experts; many are sorted by expert first,
 together and its weights are read once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import mlx.nn as nn
 
 from .. import kernels
 from .context import Context
-from .mlp import Gate, joined
+from .mlp import ACTIVATIONS, Gate, joined
 from .tap import Module, tap, wanted
 
 SORTED_FROM = 4
@@ -94,8 +95,8 @@ class Router(Module):
         scores = SCORES[self.score](logits)  # (N, E)
         choice = scores + self.correction.astype(mx.float32) if self.has_correction else scores
         choice = choice if self.groups is None else self.groups(choice)
-        best = mx.argpartition(-choice, self.top - 1, axis=-1)[..., : self.top]
-        chosen = tap(self, "chosen", mx.stop_gradient(best))  # a choice has no gradient, and gathering wants none
+        best = mx.argpartition(-mx.stop_gradient(choice), self.top - 1, axis=-1)[..., : self.top]
+        chosen = tap(self, "chosen", best)
         weights = SCORES[self.after](mx.take_along_axis(scores, chosen, axis=-1))
         if self.normalise:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -165,14 +166,10 @@ class QuantizedExpertLinear(ExpertLinear):
         )
 
 
-class Experts(Module):
-    """`count` gated feed-forward layers side by side; gate and up are one matrix, gate first."""
+class Feedforwards(Module, ABC):
+    """`count` feed-forward layers side by side."""
 
-    def __init__(self, dim: int, hidden: int, count: int, *, act: str | Gate = "silu", bias: bool = False):
-        super().__init__()
-        self.gate_up = ExpertLinear(count, dim, 2 * hidden, bias)
-        self.down = ExpertLinear(count, hidden, dim, bias)
-        self.act, self.count, self.hidden = act, count, hidden
+    count: int
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
         """x (N, C) and the experts chosen for each token (N, top) -> what each of them says, (N, top, C)."""
@@ -183,28 +180,56 @@ class Experts(Module):
         y = self._rows(x[order // top], expert[order], True)
         return mx.unflatten(y[mx.argsort(order)], 0, (-1, top))
 
+    @abstractmethod
     def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
         """One row for each pair of a token and an expert: (M, C) -> (M, C)."""
+
+
+class Experts(Feedforwards):
+    """`count` gated feed-forward layers side by side; gate and up are one matrix, gate first."""
+
+    def __init__(self, dim: int, hidden: int, count: int, *, act: str | Gate = "silu", bias: bool = False):
+        super().__init__()
+        self.gate_up = ExpertLinear(count, dim, 2 * hidden, bias)
+        self.down = ExpertLinear(count, hidden, dim, bias)
+        self.act, self.count, self.hidden = act, count, hidden
+
+    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
         gate, up = mx.split(self.gate_up(x, expert, ordered), 2, axis=-1)
         return self.down(tap(self, "hidden", joined(self.act, gate, up)), expert, ordered)
+
+
+class PlainExperts(Feedforwards):
+    """`count` feed-forward layers without a gate side by side, down(act(up(x))) (Switch)."""
+
+    def __init__(self, dim: int, hidden: int, count: int, *, act: str = "relu", bias: bool = False):
+        super().__init__()
+        self.up, self.down = ExpertLinear(count, dim, hidden, bias), ExpertLinear(count, hidden, dim, bias)
+        self.act, self.count, self.hidden = act, count, hidden
+
+    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
+        return self.down(tap(self, "hidden", ACTIVATIONS[self.act](self.up(x, expert, ordered))), expert, ordered)
 
 
 class Mixture(Module):
     """The weighted sum of the chosen experts, plus `shared`, an MLP that every token goes through, if there is one.
 
-    `shared_gate` makes one number of a token, whose sigmoid the shared part is multiplied by (Qwen 2 MoE).
+    `shared_gate` makes one number of a token, whose sigmoid the shared part is multiplied by (Qwen 2 MoE). `capacity`
+    is how many tokens of a text an expert takes in one call, the first ones; for the others it says nothing (Switch,
+    Fedus et al. 2021, arXiv 2101.03961, section 2.2). Padding takes no place.
     """
 
     def __init__(
         self,
         router: Router,
-        experts: Experts,
+        experts: Feedforwards,
         *,
         shared: Module | None = None,
         shared_gate: nn.Module | None = None,
+        capacity: int | None = None,
     ):
         super().__init__()
-        self.router, self.experts = router, experts
+        self.router, self.experts, self.capacity = router, experts, capacity
         if shared is not None:
             self.shared = shared
         if shared_gate is not None:
@@ -213,7 +238,11 @@ class Mixture(Module):
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         tokens = x.flatten(0, 1)  # (B, L, C) -> (N, C)
-        y = self.routed(tokens, *self.router(tokens))
+        weights, chosen = self.router(tokens)
+        if self.capacity is not None:
+            kept = tap(self, "kept", taken(chosen.reshape(*x.shape[:2], -1), self.experts.count, self.capacity, ctx))
+            weights = mx.where(kept.flatten(0, 1), weights, 0)
+        y = self.routed(tokens, weights, chosen)
         if self.has_shared:
             shared = self.shared(tokens, ctx)
             y = y + (mx.sigmoid(self.shared_gate(tokens)) * shared if self.has_shared_gate else shared)
@@ -223,3 +252,23 @@ class Mixture(Module):
         """What the chosen experts say together: (N, C), (N, top), (N, top) -> (N, C)."""
         said = tap(self, "said", self.experts(x, chosen))  # (N, top, C)
         return (said * weights[..., None].astype(said.dtype)).sum(axis=1)
+
+
+def taken(chosen: mx.array, count: int, capacity: int, ctx: Context | None = None) -> mx.array:
+    """Which of the experts chosen for each token, (B, L, top), still have room for it, as booleans of that shape.
+
+    A text fills its own places, token by token, and those of padding take none.
+
+    >>> taken(mx.array([[[1], [0], [1], [1]]]), count=2, capacity=2).flatten().tolist()
+    [True, True, True, False]
+    """
+    pairs = chosen.flatten(1)[..., None] == mx.arange(count)  # (B, L * top, E)
+    real = None if ctx is None else ctx.text
+    if real is not None:
+        pairs = pairs & mx.repeat(real, chosen.shape[-1], axis=1)[..., None]
+    places = mx.cumsum(pairs.astype(mx.int32), axis=1)
+    if ctx is not None and ctx.left is not None and ctx.packed:
+        first = mx.repeat(ctx.left * chosen.shape[-1], chosen.shape[-1], axis=1)[..., None]
+        places = places - mx.take_along_axis(places - pairs, first, axis=1)  # without those of the texts before
+    place = (places * pairs).sum(axis=-1)
+    return (place <= capacity).reshape(chosen.shape)

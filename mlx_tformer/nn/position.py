@@ -1,4 +1,4 @@
-"""How attention knows where tokens stand: here by turning queries and keys.
+"""How attention knows where tokens stand: queries and keys are turned, scores added to, or vectors of positions.
 
 `Rope` is Su et al. 2021 (arXiv 2104.09864). Contexts beyond the trained length need slower turning; each way to
 slow down that configs name is a small object that gives the frequencies, and some of them an amplitude for the
@@ -222,6 +222,35 @@ def frequencies(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.ar
     return mx.array(scaling.frequencies(dims, theta, regime), dtype=mx.float32)
 
 
+def places(offset: int | mx.array, length: int) -> mx.array:
+    """The position of each of so many tokens, (L,) or (B, L), negative for padding.
+
+    `offset` is the position of the first one, for all rows or for each (B,). In rows of several texts, (B, L), it is by
+    how much the position of each token differs from its place in the row.
+
+    >>> places(mx.array([[0, 0, -2, -2]]), 4).tolist()
+    [[0, 1, 0, 1]]
+    """
+    ahead = mx.arange(length)
+    return ahead + (offset if isinstance(offset, int) or offset.ndim == 2 else offset[:, None])
+
+
+def reached(offset: int | mx.array, length: int, count: int | None) -> int:
+    """Tokens of the longest text up to the last of these, or at least as many; for the arguments see `places`.
+
+    Raises UsageError if a text has more than `count` of them.
+    """
+    if isinstance(offset, int):
+        longest = length + offset
+    elif offset.ndim == 2 and (count is None or length <= count):
+        return length  # no text is longer than its row
+    else:
+        longest = cast(int, places(offset, length).max().item()) + 1
+    if count is not None and longest > count:
+        raise UsageError(f"ids: found a text of {longest} tokens, but the model has {count} positions")
+    return longest
+
+
 class Position(Module):
     """Where tokens stand, told by turning queries and keys or by adding to their scores. This base does neither:
     NoPE."""
@@ -233,13 +262,13 @@ class Position(Module):
     def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array | None:
         """What is added to the scores of these queries and keys, (H, L, S), or None.
 
-        `left` (B,) counts the padding in front of each row; a position for which more counts than the distance
-        gives (B, H, L, S).
+        `left` (B,) or (B, S) counts what stands in each row before the text; a position for which more counts than the
+        distance gives (B, H, L, S).
         """
         return None
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
-        """Turn x (B, H, L, D), whose first token stands at `offset` (one for all rows, or (B,)).
+        """Turn x (B, H, L, D), whose first token stands at `offset`: one for all rows, or (B,), or as in `places`.
 
         `context` is the length of the whole text, on which the frequencies of some scalings depend.
         """
@@ -278,12 +307,22 @@ class Rope(Position):
         if not kernels.worth_turning(q.shape[2], plain=plain):
             return super().turn(q, k, offset, context)
         table = frequencies(self.scaling, self.dims, self.theta, self.regime(context))
-        return kernels.rope(q, k, offset, table, amplitude=self.scaling.amplitude, interleaved=self.interleaved)
+        several = isinstance(offset, mx.array) and offset.ndim == 2  # rows of several texts
+        at = places(offset, q.shape[2]) if several else offset
+        return kernels.rope(q, k, at, table, amplitude=self.scaling.amplitude, interleaved=self.interleaved)
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
         table = periods(self.scaling, self.dims, self.theta, self.regime(context))
         if self.scaling.amplitude != 1.0:
             x = self._amplified(x)
+        if isinstance(offset, int) or offset.ndim == 1:
+            return self._turned(x, offset, table)
+        # Rows of several texts: each token as a row of its own.
+        tokens = x.swapaxes(1, 2)  # (B, L, H, D)
+        alone = tokens.flatten(0, 1)[:, :, None]
+        return self._turned(alone, places(offset, x.shape[2]).flatten(), table).reshape(tokens.shape).swapaxes(1, 2)
+
+    def _turned(self, x: mx.array, offset: int | mx.array, table: mx.array) -> mx.array:
         return mx.fast.rope(
             x, self.turned, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=table
         )
@@ -351,11 +390,55 @@ class Learned(Module):
 
         Raises UsageError for a text that is longer than the table: MLX would read whatever lies behind it.
         """
-        longest = length + (offset if isinstance(offset, int) else max(cast(list[int], offset.tolist())))
-        if longest > self.count:
-            raise UsageError(f"ids: found a text of {longest} tokens, but the model has {self.count} positions")
-        start = offset if isinstance(offset, int) else offset[:, None]
-        return self.table(mx.maximum(mx.arange(length) + start, 0) + self.first)  # padding stands at the first position
+        reached(offset, length, self.count)
+        return self.table(mx.maximum(places(offset, length), 0) + self.first)  # padding stands at the first position
 
     def __str__(self) -> str:
         return f"learned, {self.count} positions"
+
+
+class Sinusoidal(Module):
+    """Waves of lengths from 2π to 10000 · 2π, added to the vectors of tokens (Vaswani et al. 2017, section 3.5).
+
+    The sines come first and then the cosines, or in turn if `interleaved`, as the paper has them. `closed`: the longest
+    wave is 10000 · 2π to the letter, as in tensor2tensor; the paper's falls short of it by a step. The first token
+    stands at position `first`. `count`: tokens that it may be used for (None: no limit).
+    """
+
+    def __init__(
+        self, dim: int, count: int | None = None, *, first: int = 0, closed: bool = False, interleaved: bool = False
+    ):
+        super().__init__()
+        if dim % 2 or dim < 2 + 2 * closed:
+            raise ValueError(f"sinusoidal positions want an even number of features, found {dim}")
+        self.dim, self.count, self.first, self.closed, self.interleaved = dim, count, first, closed, interleaved
+
+    def __call__(self, length: int, offset: int | mx.array) -> mx.array:
+        """Vectors (L, C) of the positions from `offset` on; (B, L, C) if the rows of a batch begin elsewhere.
+
+        Raises UsageError for a text that is longer than `count`.
+        """
+        size = max(256, 1 << (reached(offset, length, self.count) + self.first - 1).bit_length())
+        table = waves(self.dim, size, self.closed, self.interleaved)
+        return table[mx.maximum(places(offset, length), 0) + self.first]
+
+    def __str__(self) -> str:
+        return "sinusoidal" if self.count is None else f"sinusoidal, {self.count} positions"
+
+
+@lru_cache(maxsize=8)
+def waves(dim: int, size: int, closed: bool, interleaved: bool) -> mx.array:
+    """The vectors of `size` positions, (size, dim) in float32, computed in float64: far positions lose digits else.
+
+    >>> waves(4, 2, False, False).tolist()[0], waves(4, 2, False, True).tolist()[0]
+    ([0.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0])
+    """
+    half = dim // 2
+    with mx.stream(mx.cpu):  # the only device that knows float64
+        speeds = mx.array([10000 ** (-i / (half - closed)) for i in range(half)], dtype=mx.float64)
+        angles = mx.arange(size).astype(mx.float64)[:, None] * speeds
+        parts = [mx.sin(angles), mx.cos(angles)]
+        table = mx.stack(parts, axis=-1).flatten(1) if interleaved else mx.concatenate(parts, axis=-1)
+        table = table.astype(mx.float32)
+        mx.eval(table)
+    return table

@@ -6,7 +6,8 @@ of one, so a step is the recurrence itself.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,9 @@ from ..errors import UsageError
 from .cache import State, Stateful
 from .context import Context
 from .tap import Module, tap, wanted
+
+Join = Callable[[mx.array, mx.array], mx.array]
+"""How what is read of a hidden state and its gate become one."""
 
 CHUNK = 64
 """Tokens that go through a state space at once."""
@@ -35,6 +39,19 @@ class Recurrent(State):
     def trim(self, count: int) -> None:
         if count:
             raise UsageError(f"cannot forget {count} tokens: a state space keeps no token apart from the others")
+
+    def take(self, rows: mx.array) -> None:
+        self.inputs = None if self.inputs is None else self.inputs[rows]
+        self.hidden = None if self.hidden is None else self.hidden[rows]
+
+    def join(self, others: Sequence[State]) -> None:
+        states = [self, *(other for other in others if isinstance(other, Recurrent))]
+        self.length = max(state.length for state in states)
+        self.inputs = mx.concatenate([state.inputs for state in states if state.inputs is not None])
+        self.hidden = mx.concatenate([state.hidden for state in states if state.hidden is not None])
+
+    def drop(self, count: int) -> None:
+        self.length -= count
 
 
 class CausalConv(Module):
@@ -89,27 +106,27 @@ class StateSpace(Stateful):
         """silu(conv(x)), (B, L, F), where padding is zero before and after: so it leaves no trace in a state."""
         state = ctx.state(self.path)
         before = state.inputs if isinstance(state, Recurrent) else None
-        y, after = self.conv(_unpadded(x, ctx), before)
+        y, after = self.conv(unpadded(x, ctx), before)
         if isinstance(state, Recurrent):
             state.inputs = after
-        return _unpadded(nn.silu(y), ctx)
+        return unpadded(nn.silu(y), ctx)
 
     def _run(self, ctx: Context, *tokens: mx.array) -> mx.array:
         """What the tokens read, (B, L, ...), from what each of them brings, arrays (B, L, ...) in float32."""
         state, length = ctx.state(self.path), tokens[0].shape[1]
         h = state.hidden if isinstance(state, Recurrent) else None
         h = mx.zeros((tokens[0].shape[0], *self.hidden_shape)) if h is None else h
-        chunks = list(_chunks(length))
+        parts = list(chunks(length))
         if wanted(self, "hidden"):
             every = []
-            for at in chunks:
+            for at in parts:
                 every.append(self._states(h, *(x[:, at] for x in tokens)))
                 h = every[-1][:, -1]
             hidden = tap(self, "hidden", mx.concatenate(every, axis=1))
-            read = [self._read(hidden[:, at], *(x[:, at] for x in tokens)) for at in chunks]
+            read = [self._read(hidden[:, at], *(x[:, at] for x in tokens)) for at in parts]
         else:
             read = []
-            for at in chunks:
+            for at in parts:
                 y, h = self._chunk(h, *(x[:, at] for x in tokens))
                 read.append(y)
         if isinstance(state, Recurrent):
@@ -191,7 +208,8 @@ class Mamba2(StateSpace):
     share what is written and read.
 
     `into` makes the rows of the gate, of the input, of what is written (B in the paper), of what is read (C), and of
-    the step sizes. `limits` bound the step size.
+    the step sizes, and `scaled` works on them before anything else does. `limits` bound the step size. `norm` joins
+    what the heads say with the gate, (y, gate) -> z; if it is left out a `GatedNorm`.
 
     >>> Mamba2(16, heads=4, head_dim=8, states=4, groups=2)(mx.zeros((1, 5, 16))).shape
     (1, 5, 16)
@@ -207,9 +225,12 @@ class Mamba2(StateSpace):
         groups: int = 1,
         conv: int = 4,
         bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         limits: tuple[float, float] = (0.0, float("inf")),
         eps: float = 1e-5,
+        norm: Join | None = None,
+        scaled: nn.Module | None = None,
     ):
         super().__init__()
         if heads % groups:
@@ -218,19 +239,21 @@ class Mamba2(StateSpace):
         self.inner, self.hidden_shape = heads * head_dim, (heads, head_dim, states)
         self.features = self.inner + 2 * groups * states
         self.into = nn.Linear(dim, self.inner + self.features + heads, bias)
-        self.conv, self.norm = CausalConv(self.features, conv, conv_bias), GatedNorm(self.inner, groups, eps)
+        self.scaled = nn.Identity() if scaled is None else scaled
+        self.conv = CausalConv(self.features, conv, conv_bias)
+        self.norm: Join = GatedNorm(self.inner, groups, eps) if norm is None else norm
         self.a_log, self.skip, self.dt_bias = mx.log(mx.arange(1.0, heads + 1)), mx.ones((heads,)), mx.ones((heads,))
-        self.out = nn.Linear(self.inner, dim, bias)
+        self.out = nn.Linear(self.inner, dim, bias if out_bias is None else out_bias)
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
-        gate, xbc, dt = mx.split(self.into(x), [self.inner, self.inner + self.features], axis=-1)
+        gate, xbc, dt = mx.split(self.scaled(self.into(x)), [self.inner, self.inner + self.features], axis=-1)
         ends = [self.inner, self.inner + self.groups * self.states]
         x, b, c = mx.split(self._convolved(xbc, ctx), ends, axis=-1)
         x = tap(self, "x", mx.unflatten(x, -1, (self.heads, self.head_dim)))  # (B, L, H, D)
         dt = mx.clip(nn.softplus(dt.astype(mx.float32) + self.dt_bias.astype(mx.float32)), *self.limits)
         # A chunk adds up decays, and those of padding would be rounded into those of the text.
-        dt = tap(self, "dt", _unpadded(dt, ctx))  # (B, L, H)
+        dt = tap(self, "dt", unpadded(dt, ctx))  # (B, L, H)
         wide = x.astype(mx.float32)
         b, c = (mx.unflatten(v.astype(mx.float32), -1, (self.groups, self.states)) for v in (b, c))  # (B, L, G, N)
         y = self._run(ctx, -mx.exp(self.a_log.astype(mx.float32)) * dt, dt[..., None] * wide, b, c)
@@ -240,16 +263,12 @@ class Mamba2(StateSpace):
     def _chunk(self, h: mx.array, *tokens: mx.array) -> tuple[mx.array, mx.array]:
         """The chunk as attention (the dual form): scores c · b that decay with distance, and what `h` adds."""
         decay, x, b, c = tokens  # (B, Q, H), (B, Q, H, D), (B, Q, G, N) twice
-        length, decay = x.shape[1], decay.swapaxes(1, 2)  # (B, H, Q)
-        total = mx.cumsum(decay, axis=-1)
-        # Sums from one token to another, each added up by itself: differences of totals lose what float32 rounds off.
-        sums = mx.cumsum(mx.where(mx.tri(length, length, -1, dtype=mx.bool_), decay[..., None], 0), axis=-2)
-        kept = mx.exp(mx.where(mx.tri(length, length, dtype=mx.bool_), sums, -mx.inf))  # (B, H, Q, Q)
+        kept, since = decays(decay.swapaxes(1, 2))
         b, c = self._for_heads(b), self._for_heads(c)  # (B, H, Q, N)
         x = x.swapaxes(1, 2)  # (B, H, Q, D)
-        y = (kept * (c @ b.swapaxes(-1, -2))) @ x + mx.exp(total)[..., None] * (c @ h.swapaxes(-1, -2))
+        y = (kept * (c @ b.swapaxes(-1, -2))) @ x + since[..., None] * (c @ h.swapaxes(-1, -2))
         written = (x * kept[..., -1, :, None]).swapaxes(-1, -2) @ b
-        return y.swapaxes(1, 2), mx.exp(total[..., -1])[..., None, None] * h + written
+        return y.swapaxes(1, 2), since[..., -1, None, None] * h + written
 
     def _states(self, h: mx.array, *tokens: mx.array) -> mx.array:
         decay, x, b, _ = tokens
@@ -264,6 +283,37 @@ class Mamba2(StateSpace):
         return mx.repeat(x.swapaxes(1, 2), self.heads // self.groups, axis=1)
 
 
+class Multipliers(Module):
+    """Factors on stretches of the last axis, of so many features each (Falcon-H1's `ssm_multipliers`)."""
+
+    def __init__(self, factors: Sequence[float], sizes: Sequence[int]):
+        super().__init__()
+        self.factors, self.ends = tuple(map(float, factors)), tuple(accumulate(sizes))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts = mx.split(x, list(self.ends[:-1]), axis=-1)
+        return mx.concatenate([factor * part for factor, part in zip(self.factors, parts, strict=True)], axis=-1)
+
+
+class SiluGate(Module):
+    """y · silu(gate)."""
+
+    def __call__(self, y: mx.array, gate: mx.array) -> mx.array:
+        return y * nn.silu(gate)
+
+
+class NormedGate(Module):
+    """RMS norm of y, in each of `groups` parts by itself, times silu(gate)."""
+
+    def __init__(self, dim: int, groups: int = 1, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.groups, self.eps = mx.ones((dim,)), groups, eps
+
+    def __call__(self, y: mx.array, gate: mx.array) -> mx.array:
+        x = mx.fast.rms_norm(mx.unflatten(y.astype(mx.float32), -1, (self.groups, -1)), None, self.eps).flatten(-2)
+        return (self.weight * x * nn.silu(gate.astype(mx.float32))).astype(y.dtype)
+
+
 class GatedNorm(Module):
     """RMS norm of y · silu(gate), in each of `groups` parts by itself (Mamba 2)."""
 
@@ -275,6 +325,21 @@ class GatedNorm(Module):
         x = y.astype(mx.float32) * nn.silu(gate.astype(mx.float32))
         x = mx.fast.rms_norm(mx.unflatten(x, -1, (self.groups, -1)), None, self.eps).flatten(-2)
         return self.weight * x.astype(y.dtype)
+
+
+def decays(log: mx.array) -> tuple[mx.array, mx.array]:
+    """From the logarithm of each token's decay (B, H, Q): what is left, at token i, of what token j wrote (B, H, Q, Q),
+    and of what was there before the first (B, H, Q).
+
+    >>> kept, since = decays(mx.log(mx.array([[[0.5, 0.25]]])))
+    >>> kept.tolist(), since.tolist()
+    ([[[[1.0, 0.0], [0.25, 1.0]]]], [[[0.5, 0.125]]])
+    """
+    length = log.shape[-1]
+    # Sums from one token to another, each added up by itself: differences of totals lose what float32 rounds off.
+    sums = mx.cumsum(mx.where(mx.tri(length, length, -1, dtype=mx.bool_), log[..., None], 0), axis=-2)
+    kept = mx.exp(mx.where(mx.tri(length, length, dtype=mx.bool_), sums, -mx.inf))
+    return kept, mx.exp(mx.cumsum(log, axis=-1))
 
 
 def scan(decay: mx.array, written: mx.array, h: mx.array) -> mx.array:
@@ -296,11 +361,12 @@ def scan(decay: mx.array, written: mx.array, h: mx.array) -> mx.array:
     return written
 
 
-def _chunks(length: int) -> Iterator[slice]:
+def chunks(length: int) -> Iterator[slice]:
+    """Where the chunks of so many tokens stand."""
     return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
 
 
-def _unpadded(x: mx.array, ctx: Context) -> mx.array:
+def unpadded(x: mx.array, ctx: Context) -> mx.array:
     """(B, L, C) with zeros in place of padding."""
     if ctx.left is None:
         return x

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Module(nn.Module):
@@ -24,6 +27,13 @@ class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.path = ""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Elsewhere(Generic[M]):
+    """A module that stands at another place of the model: here it is used, and its weights are not there once more."""
+
+    module: M
 
 
 def name_modules(model: nn.Module) -> None:
@@ -61,6 +71,22 @@ def tap(module: Module, name: str, value: mx.array) -> mx.array:
             changed = watcher.see(path, value)
             value = value if changed is None else changed
     return value
+
+
+def watching() -> tuple[Watcher, ...]:
+    """Those who watch now."""
+    return _watchers.get()
+
+
+@contextmanager
+def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
+    """What these watchers would see of the block, by path; they are not called, and nobody else is."""
+    found: dict[str, mx.array] = {}
+    token = _watchers.set(tuple(Watcher(watcher.pattern, found.__setitem__) for watcher in watchers))
+    try:
+        yield found
+    finally:
+        _watchers.reset(token)
 
 
 @contextmanager

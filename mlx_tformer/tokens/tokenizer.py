@@ -19,6 +19,7 @@ from .stream import TextStream, clean_up, detokenizer, flat, is_byte_level, toke
 from .template import ChatTemplate, choose
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
 END_NAMES = ("eos_token", "eot_token", "eom_token")
@@ -32,11 +33,14 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 class Tokenizer:
     """Text to ids and back. Safe to use from several threads.
 
-    chat_template: the source of the default chat template, or None. bos_id, eos_id, pad_id: the ids of the tokens that
-    the config names, or None. end_ids: ids that end a text or a turn. size: the highest id, plus one.
+    chat_template: the source of the default chat template, or None. bos_id, eos_id, pad_id, mask_id: the ids of the
+    tokens that the config names, or None. mask_token: what stands for a missing word, or None. end_ids: ids
+    that end a text or a turn. size: the highest id, plus one.
     """
 
     def __init__(self, loaded: Loaded):
+        self.files: dict[str, bytes] = {}
+        """What it was read from, name -> content."""
         self._backend: Backend = loaded.backend
         self._where = loaded.where
         self.size = loaded.size
@@ -52,6 +56,7 @@ class Tokenizer:
         self.bos_id = self._id("bos_token")
         self.eos_id = self._id("eos_token")
         self.pad_id = self._id("pad_token")
+        self.mask_id, self.mask_token = self._id("mask_token"), loaded.names.get("mask_token")
         self.end_ids = {index for index in map(self._id, END_NAMES) if index is not None}
 
     @classmethod
@@ -71,7 +76,11 @@ class Tokenizer:
     def from_files(cls, files: Mapping[str, bytes], origin: str) -> "Tokenizer | None":
         """The tokenizer of files in memory, name -> content; `origin` is where errors say that they come from."""
         loaded = load(files, origin)
-        return None if loaded is None else cls(loaded)
+        if loaded is None:
+            return None
+        found = cls(loaded)
+        found.files = dict(files)
+        return found
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.size} ids, {self._where})"
@@ -83,12 +92,38 @@ class Tokenizer:
         add_bos: with the tokens that go around a text: those of tokenizer.json's post-processor, as in transformers.
         Raises UsageError for what is no text, BadInput if the tokenizer turns out to be broken.
         """
+        found = self._encoding(text, special)
+        with understood(self._where, quiet=True):
+            return (self._backend.post_process(found) if add_bos else found).ids
+
+    def read(self, first: str, second: str | None = None, *, most: int | None = None) -> tuple[list[int], list[int]]:
+        """The ids of a text or of a pair, with the tokens that go around them, and the type of each: 0 or 1, which of
+        the two it belongs to.
+
+        most: so many ids at most; what is too long loses its end, of a pair the longer text first. Special tokens in
+        the texts are text. Raises UsageError for what is no text, for a tokenizer that has no way to write a pair, and
+        if what goes around a text has no room; BadInput if the tokenizer turns out to be broken.
+        """
+        texts = [first] if second is None else [first, second]
+        parts: list[Any] = [self._encoding(text) for text in texts]
+        with understood(self._where, quiet=True):
+            around = self._backend.num_special_tokens_to_add(len(texts) == 2)
+        if most is not None and sum(map(len, parts)) + around > most:
+            if most <= around:
+                raise UsageError(f"most: found {most} ids, but {around} go around a text")
+            for part, size in zip(parts, _shares([len(part) for part in parts], most - around), strict=True):
+                part.truncate(size)
+        with understood(self._where, quiet=True):
+            found = self._backend.post_process(*parts)
+        return found.ids, found.type_ids
+
+    def _encoding(self, text: str, special: bool = False) -> "Encoding":
+        """A text without what goes around it; `special`: special tokens that are spelled out in it are real."""
         _check_text(text)
         with understood(self._where, quiet=True):
             found = self._backend.encode(text, add_special_tokens=False)
-            if not special and not self._control.ids.isdisjoint(found.ids):
-                found = self._control.encode_plain(text)
-            return (self._backend.post_process(found) if add_bos else found).ids
+            plain = special or self._control.ids.isdisjoint(found.ids)
+            return found if plain else self._control.encode_plain(text)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ids; skip_special: leave special tokens out. Raises UsageError for an id that is out of range."""
@@ -163,6 +198,10 @@ class Tokenizer:
     @cached_property
     def _control(self) -> ControlTokens:
         return ControlTokens(self._backend)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token that is written so in the vocabulary, or None."""
+        return self._backend.token_to_id(token)
 
     def _id(self, name: str) -> int | None:
         return self._backend.token_to_id(self._names[name]) if name in self._names else None
@@ -262,6 +301,19 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"text: no character at position {error.start}, but half of a surrogate pair") from None
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """How much of each of one or two texts has room: the longer one loses, until both are as long.
+
+    >>> _shares([9, 3], 8), _shares([9, 7], 8), _shares([9], 8)
+    ([5, 3], [4, 4], [8])
+    """
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(*lengths, room // 2)
+    first, second = lengths
+    return [shorter, min(second, room - shorter)] if first <= second else [min(first, room - shorter), shorter]
 
 
 def _short(value: object) -> str:

@@ -4,7 +4,7 @@
     python make.py --all OUT        all of them
 
 Needs torch and transformers, which nothing else here does; README.md describes the files. A new family is one entry in
-`recipes.py`.
+`recipes.py`, and an encoder with a head for labels one in `heads.py`.
 """
 
 import argparse
@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import heads
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
+from seq2seq import SEQ2SEQ, make_beams, make_seq2seq
 
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
@@ -35,6 +37,9 @@ ASKED: dict[str, Settings] = {
 Most classes have 32 heads, and then a default that is derived from others agrees with one that is fixed.
 """
 
+OURS = {"transformer"}
+"""Families that transformers does not have."""
+
 CORRECTION = "e_score_correction_bias"
 """A buffer in which DeepSeek V3 keeps what it learns otherwise than by gradients."""
 
@@ -52,7 +57,7 @@ def make_case(name: str, out: Path) -> None:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a clear greedy text")
-    write_case(name, folder, expected, margin)
+    write_case(name, folder, expected, kind="lm", model_type=RECIPES[name]["model_type"], margin=margin)
     print(f"{name}: greedy margin {margin:.3f}, seed {seed}")
 
 
@@ -111,8 +116,14 @@ def answers(folder: Path, seed: int, *, seen: bool) -> tuple[dict[str, np.ndarra
         out = model(ids, output_hidden_states=True, output_attentions=seen, use_cache=False)
     found = {"input_ids": ids, "prompt_ids": ids[:, :PROMPT], "greedy_ids": greedy, "logits": out.logits}
     found |= {f"hidden.{i}": x for i, x in enumerate(out.hidden_states)}
-    found |= {f"attention.{i}": x for i, x in enumerate(out.attentions or ())}
+    found |= {f"attention.{i}": x for i, x in zip(attending(model), out.attentions or (), strict=False)}
     return {k: v.numpy().astype(np.int32 if k.endswith("_ids") else np.float32) for k, v in found.items()}, margin
+
+
+def attending(model: Any) -> list[int]:
+    """The layers that attend, for which alone there are patterns."""
+    kinds = model.config.to_dict().get("layer_types") or ["full_attention"] * model.config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
 
 def greedy_ids(model: Any, ids: Any) -> tuple[Any, float]:
@@ -127,15 +138,23 @@ def greedy_ids(model: Any, ids: Any) -> tuple[Any, float]:
     return ids[:, PROMPT:], margin
 
 
-def write_case(name: str, folder: Path, expected: dict[str, np.ndarray], margin: float) -> None:
+def write_case(
+    name: str,
+    folder: Path,
+    expected: dict[str, np.ndarray],
+    *,
+    kind: str,
+    model_type: str,
+    margin: float | None = None,
+) -> None:
     """Put the answers and the description beside the checkpoint."""
     import transformers
     from safetensors.numpy import save_file
 
     case = {
         "name": name,
-        "kind": "lm",
-        "model_type": RECIPES[name]["model_type"],
+        "kind": kind,
+        "model_type": model_type,
         "transformers": transformers.__version__,
         "greedy_margin": margin,
         "logits_std": float(expected["logits"].std()),
@@ -181,11 +200,11 @@ def frequencies_of(settings: Settings, length: int) -> tuple[list[float], float]
 
 
 def make_defaults(out: Path) -> None:
-    """Write defaults.json: what the config class of each model type takes for a key that is left out."""
+    """Write defaults.json: what the config class of each decoder takes for a key that is left out."""
     from transformers import AutoConfig
 
     found = {}
-    for name in sorted(path.stem for path in FAMILIES.glob("[a-z]*.py")):
+    for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
         found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
@@ -210,9 +229,11 @@ def make_published(out: Path) -> None:
 
 
 TABLES: dict[str, Callable[[Path], None]] = {
+    "beams.json": make_beams,
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
+    "pixels.json": heads.make_pixels,
 }
 
 
@@ -226,7 +247,7 @@ def quiet() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make golden cases from transformers.")
-    parser.add_argument("name", nargs="?", choices=[*RECIPES, *TABLES])
+    parser.add_argument("name", nargs="?", choices=[*RECIPES, *heads.RECIPES, *SEQ2SEQ, *TABLES])
     parser.add_argument("out", type=Path)
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
@@ -234,11 +255,13 @@ def main() -> None:
         parser.error("give either a NAME or --all")
     quiet()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in [*RECIPES, *TABLES] if args.all else [args.name]:
+    for name in [*RECIPES, *heads.RECIPES, *SEQ2SEQ, *TABLES] if args.all else [args.name]:
         if name in TABLES:
             TABLES[name](args.out)
+        elif name in SEQ2SEQ:
+            make_seq2seq(name, args.out)
         else:
-            make_case(name, args.out)
+            (heads.make_case if name in heads.RECIPES else make_case)(name, args.out)
 
 
 if __name__ == "__main__":

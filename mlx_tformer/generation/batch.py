@@ -1,0 +1,256 @@
+"""Many texts at once: a step of the model gives each of them its next token, and where one ends another begins.
+
+The texts of a batch end at the same place and have padding in front. A new one is read by itself and then joins; each
+draws with a key of its own. So a text is what it would be alone.
+"""
+
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+
+from ..errors import UsageError
+from ..nn import Cache
+from .decode import CHUNK, Decoder, NotANumber
+from .generate import Prompt, Step, Transcript, encoder, prompt_ids, transcript_of
+from .sampling import Chosen, Sampler
+from .scores import top_of
+from .settings import Sampling, sampling_of
+
+if TYPE_CHECKING:
+    from ..lm import LanguageModel
+
+SIZE = 16
+"""Texts at once, where nobody says how many."""
+AHEAD = 8
+"""Batches that may be done before the text that is to come first is."""
+Request = Prompt | Mapping[str, Any]
+"""A prompt, or a mapping with a `prompt` and settings of its own."""
+
+
+@dataclass
+class Result:
+    """One text of a batch: the ids of its prompt, what was written, and why it ended (see `Step.finish`)."""
+
+    index: int
+    """Its place among the prompts."""
+    prompt: list[int]
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that were written."""
+        return [step.token for step in self.steps]
+
+    @property
+    def text(self) -> str:
+        """The text that was written."""
+        return "".join(step.text for step in self.steps)
+
+    @property
+    def finish(self) -> str | None:
+        """Why it ended."""
+        return self.steps[-1].finish if self.steps else None
+
+
+def batch(
+    lm: "LanguageModel", prompts: Iterable[Request], *, size: int = SIZE, logprobs: int = 0, **settings: Any
+) -> Iterator[Result]:
+    """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
+
+    A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
+    stop, stop_at_end and those of `Sampling`, as in `generate`. Prompts are taken as they are needed.
+
+    Raises UsageError as `generate` does, with the number of the prompt, when its turn comes.
+
+    >>> import mlx_tformer as mt
+    >>> lm = mt.load("shakespeare")
+    >>> [result.finish for result in lm.batch(["ROMEO:", {"prompt": "JULIET:", "max_tokens": 2}], max_tokens=3)]
+    ['length', 'length']
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UsageError(f"size: found {size}, expected a whole number of 1 or more")
+    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
+        raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
+    if isinstance(prompts, str | mx.array | Mapping):
+        raise UsageError("prompts: found a single one, expected several, as in a list")
+    return _in_order(_Batch(lm, _rows(lm, prompts, settings), size, logprobs))
+
+
+@dataclass
+class _Row:
+    """A text on its way."""
+
+    result: Result
+    transcript: Transcript
+    sampling: Sampling
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.result.prompt, *self.result.tokens]
+
+    @property
+    def last(self) -> bool:
+        """Whether the token that is under way is the last that may come."""
+        return self.transcript.tokens + 1 >= self.transcript.limit
+
+    def add(self, token: int, logprob: float, top: Any) -> bool:
+        """Take a token; True if the text has ended."""
+        if math.isnan(logprob):
+            place = f"prompt {self.result.index}: the logits after token {len(self.text)}"
+            raise NotANumber(f"{place} are not numbers; try another dtype")
+        self.result.steps.append(self.transcript.add(token, logprob, top))
+        return self.result.finish is not None
+
+
+def _rows(lm: "LanguageModel", prompts: Iterable[Request], settings: Mapping[str, Any]) -> Iterator[_Row]:
+    for index, request in enumerate(prompts):
+        try:
+            yield _row(lm, index, request, settings)
+        except UsageError as error:
+            raise UsageError(f"prompt {index}: {error}") from None
+
+
+def _row(lm: "LanguageModel", index: int, request: Request, settings: Mapping[str, Any]) -> _Row:
+    own = dict(request) if isinstance(request, Mapping) else {"prompt": request}
+    if "prompt" not in own:
+        raise UsageError("found no prompt in it")
+    ids = prompt_ids(lm, own.pop("prompt"))
+    asked = {**settings, **own}
+    names = ("max_tokens", "stop", "stop_at_end")
+    transcript = transcript_of(lm, ids, **{name: asked.pop(name) for name in names if name in asked})
+    sampling = sampling_of(asked).in_ids(encoder(lm.tokenizer), lm.vocab)
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed  # the same in every batch that it is in
+    return _Row(Result(index, ids), transcript, replace(sampling, seed=seed))
+
+
+def _in_order(results: Iterable[Result]) -> Iterator[Result]:
+    """The results by their index."""
+    early: dict[int, Result] = {}
+    following = 0
+    for result in results:
+        early[result.index] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
+
+
+class _Batch:
+    """The texts that are under way, as rows of one cache, and the token that is under way for each."""
+
+    def __init__(self, lm: "LanguageModel", waiting: Iterator[_Row], size: int, top: int):
+        self.lm, self.size, self.top = lm, size, top
+        self.waiting, self.next = waiting, next(waiting, None)
+        self.rows: list[_Row] = []
+        self.steps = 0
+        self.cache: Cache
+        self.sampler: Sampler | None = None
+        """None when it has to be made anew, as rows have come or gone."""
+        self.current: Chosen
+        self._scaled = lm.model.scaled_positions()
+
+    def __iter__(self) -> Iterator[Result]:
+        """Results as they are done."""
+        while self.rows or self.next is not None:
+            yield from self._admit()
+            if self.rows:
+                yield from self._step()
+
+    def _admit(self) -> Iterator[Result]:
+        """Read the prompts of as many new texts as there is room for; those that cannot share a cache run alone."""
+        new: list[tuple[Decoder, Chosen]] = []
+        while self.next is not None and len(self.rows) < self.size and self._near(self.next):
+            row = self.next
+            decoder = Decoder(self.lm.model, row.result.prompt, self._sampler([row]), planned=self._planned(row))
+            if self.rows and (not decoder.steady or self._regime(row) != self._regime(self.rows[0])):
+                break
+            self.next = next(self.waiting, None)
+            if decoder.steady:
+                self.rows.append(row)
+                new.append((decoder, decoder.begin()))
+            else:
+                yield _alone(row, decoder)
+        if new:
+            self._join(new)
+
+    def _near(self, row: _Row) -> bool:
+        """Whether the first text that is not done is near enough: all behind it have to wait for it."""
+        return not self.rows or row.result.index < min(r.result.index for r in self.rows) + AHEAD * self.size
+
+    def _planned(self, row: _Row) -> int:
+        return len(row.result.prompt) + row.transcript.limit
+
+    def _regime(self, row: _Row) -> list[int]:
+        """How positions are scaled in a text: only texts for which that is the same can share a cache."""
+        return [position.regime(self._planned(row)) for position in self._scaled]
+
+    def _join(self, new: Sequence[tuple[Decoder, Chosen]]) -> None:
+        caches, chosen = [decoder.cache for decoder, _ in new], [first for _, first in new]
+        if len(new) < len(self.rows):
+            caches, chosen = [self.cache, *caches], [self.current, *chosen]
+        self.cache = caches[0]
+        if len(caches) > 1:
+            self.cache.join(caches[1:])
+        self.current = Chosen(*(mx.concatenate(list(parts)) for parts in zip(*chosen, strict=True)))
+        self.sampler = None
+
+    def _step(self) -> Iterator[Result]:
+        """One token for each row. The next ones are under way before these are read, unless rows come or go."""
+        current, following = self.current, None
+        if self.sampler is not None and not any(row.last for row in self.rows):
+            following = self._advance(self.sampler, current)
+        staying, ended = self._read(current)
+        yield from ended
+        if ended and self.rows:
+            self.cache.take(staying)
+            self.cache.compact()
+        if not self.rows:
+            return
+        if following is None:
+            self.sampler = self._sampler(self.rows)
+            following = self._advance(self.sampler, _of_rows(current, staying) if ended else current)
+        elif ended:
+            self.sampler, following = None, _of_rows(following, staying)
+        self.current = following
+
+    def _advance(self, sampler: Sampler, current: Chosen) -> Chosen:
+        """The tokens after `current`, under way."""
+        chosen = sampler(self.lm.model(current.token[:, None], self.cache)[:, -1])
+        mx.async_eval(*chosen)
+        self.steps += 1
+        if self.steps % CHUNK == 0:
+            mx.clear_cache()
+        return chosen
+
+    def _read(self, chosen: Chosen) -> tuple[list[int], list[Result]]:
+        """Wait for tokens and give them to their rows: the numbers of the rows that go on, and the results of those
+        that have ended."""
+        tokens, logprobs = cast(list[int], chosen.token.tolist()), cast(list[float], chosen.logprob.tolist())
+        tops = map(top_of, chosen.top, chosen.top_logprobs)
+        told = zip(self.rows, tokens, logprobs, tops, strict=True)
+        ended = [row.add(token, logprob, top) for row, token, logprob, top in told]
+        results = [row.result for row, end in zip(self.rows, ended, strict=True) if end]
+        staying = [at for at, end in enumerate(ended) if not end]
+        self.rows = [self.rows[at] for at in staying]
+        return staying, results
+
+    def _sampler(self, rows: Sequence[_Row]) -> Sampler:
+        """What chooses the next tokens of rows, whose tokens have all been read."""
+        end_ids = [i for i in self.lm.end_ids if 0 <= i < self.lm.vocab]
+        prompts, written = [row.result.prompt for row in rows], [row.result.tokens for row in rows]
+        return Sampler([row.sampling for row in rows], prompts, written=written, end_ids=end_ids, top=self.top)
+
+
+def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:
+    return Chosen(*(part[mx.array(list(rows))] for part in chosen))
+
+
+def _alone(row: _Row, decoder: Decoder) -> Result:
+    """The whole of a text whose positions change their scale on the way, so that it has to be read again."""
+    for step in decoder:
+        if row.add(*step):
+            break
+    return row.result

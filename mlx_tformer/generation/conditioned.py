@@ -1,0 +1,158 @@
+"""Texts of encoder-decoder models: a source is read once, and the decoder writes while it looks at that."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..errors import UsageError
+from ..nn import Cache, Position, Seq2Seq
+from .beam import BeamDecoder, Search
+from .decode import Decoder
+from .generate import Generation, Prompt, Stats, Step, Transcript, check_max_tokens, checked_ids, encoder, steps
+from .rules import Rules
+from .sampling import Chosen, Sampler
+from .settings import sampling_of
+
+if TYPE_CHECKING:
+    from ..seq2seq import Seq2SeqModel
+
+
+@dataclass
+class Conditioned:
+    """The decoder of a model for one source, which is read before the first token, as a model that continues ids."""
+
+    model: Seq2Seq
+    source: mx.array
+    """(1, S)"""
+    attention_mask: mx.array | None = None
+    memory: mx.array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = self.model.encode(self.source, attention_mask=self.attention_mask)  # computed when it is needed
+
+    def new_cache(self, context: int = 0) -> Cache:
+        """An empty cache of the decoder."""
+        return self.model.new_cache(context)
+
+    def hidden(self, ids: mx.array, cache: Cache) -> mx.array:
+        """The residual stream (B, L, C) for ids that follow what the cache remembers."""
+        if cache.length:
+            return self.model.decode(ids, cache=cache)
+        return self.model.decode(ids, self.memory, cache, attention_mask=self.attention_mask)
+
+    def logits(self, x: mx.array) -> mx.array:
+        """(B, L, C) -> (B, L, V)"""
+        return self.model.logits(x)
+
+    def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
+        return self.logits(self.hidden(ids, cache))
+
+    def scaled_positions(self) -> list[Position]:
+        """None: the positions of these decoders do not depend on the length of the text."""
+        return []
+
+
+@dataclass
+class Ruled:
+    """A sampler that keeps to rules about the first token, the last one, and those that never come."""
+
+    sampler: Sampler
+    rules: Rules
+    limit: int
+    at: int = 0
+
+    def __call__(self, logits: mx.array) -> Chosen:
+        """logits (1, V) of the next token -> its id, and log-probabilities among those that may come."""
+        logits = self.rules.apply(logits.astype(mx.float32), self.at, self.limit)
+        self.at += 1
+        return self.sampler(logits)
+
+
+def generate(
+    lm: "Seq2SeqModel",
+    prompt: Prompt,
+    *,
+    attention_mask: mx.array | None = None,
+    max_tokens: int = 100,
+    stop: Sequence[str] = (),
+    stop_at_end: bool = True,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    first: int | str | None = None,
+    logprobs: int = 0,
+    **sampling: Any,
+) -> Generation:
+    """What the model writes for a source: text, ids, or an array of shape (L,) or (1, L), with an `attention_mask` of
+    that shape if there is padding in it.
+
+    max_tokens, the sampling settings, stop, stop_at_end and logprobs are those of a decoder's `generate`. beams,
+    length_penalty, early_stopping: see `Search`; with more than one beam the most likely text is searched for, and
+    all steps come at the end. first: the token that the text begins with, an id or a special token such as the code
+    of a language (None: what the configs say). The configs also say what the decoder begins with, which token is
+    the last where `max_tokens` cuts a text off (not without `stop_at_end`), and which never come.
+
+    Raises UsageError for settings that cannot be meant, an empty source, ids that the model does not have, and a source
+    that is longer than its positions; BadInput for configs that cannot be followed.
+    """
+    check_max_tokens(max_tokens)
+    ids, search = checked_ids(lm, prompt), Search(beams, length_penalty, early_stopping)
+    chance = [name for name, value in {**sampling, "logprobs": logprobs}.items() if value]
+    if beams > 1 and chance:
+        raise UsageError(f"{chance[0]}: found with {beams} beams, expected one or the other")
+    if len(ids) > lm.context:
+        raise UsageError(f"prompt: it has {len(ids)} tokens, and the model has positions for {lm.context}")
+    limit = min(max_tokens, lm.context)
+    end_ids = lm.end_ids if stop_at_end else frozenset()
+    rules = replace(lm.rules, ends=tuple(sorted(lm.end_ids)))
+    rules = rules if first is None else replace(rules, first=first_id(lm, first))
+    rules = rules if stop_at_end else replace(rules, last=())
+    model = Conditioned(lm.model, mx.array([ids]), _mask(attention_mask, len(ids)))
+    stats = Stats(prompt_tokens=len(ids))
+    stream = None if lm.tokenizer is None else lm.tokenizer.stream(skip_special=True)
+    transcript = Transcript(stream, limit, end_ids, stop)
+    if beams == 1:
+        chosen = sampling_of(sampling).in_ids(encoder(lm.tokenizer), lm.model.target_vocab)
+        sampler = Sampler(chosen, [[rules.start]], end_ids=sorted(lm.end_ids), top=logprobs)
+        decoder = Decoder(model, [rules.start], Ruled(sampler, rules, limit), planned=1 + limit)
+        return Generation(steps(decoder, transcript, stats), ids, stats)
+    searching = BeamDecoder(model, rules, search, end_ids, limit)
+    return Found(steps(searching, transcript, stats), ids, stats, searching)
+
+
+class Found(Generation):
+    """The steps of what a beam search found, all of which come at its end."""
+
+    def __init__(self, found: Iterator[Step], prompt: list[int], stats: Stats, decoder: BeamDecoder):
+        super().__init__(found, prompt, stats)
+        self._decoder = decoder
+
+    @property
+    def score(self) -> float | None:
+        """The log-probability of the text, divided as `length_penalty` says; None before the first step."""
+        return self._decoder.score
+
+    def __next__(self) -> Step:
+        step = super().__next__()
+        self.stats.first_token_seconds = self._decoder.first_seconds
+        return step
+
+
+def first_id(lm: "Seq2SeqModel", first: int | str) -> int:
+    """The id of a token that is named by its id or its text; raises UsageError for one that there is not."""
+    found = first if not isinstance(first, str) else None if lm.tokenizer is None else lm.tokenizer.id_of(first)
+    if found is None or isinstance(found, bool) or not 0 <= found < lm.model.target_vocab:
+        raise UsageError(f"first: found {first!r}, which is no token of {lm.origin}")
+    return found
+
+
+def _mask(attention_mask: mx.array | None, length: int) -> mx.array | None:
+    """The mask as (1, S)."""
+    if attention_mask is None:
+        return None
+    if attention_mask.size != length or not mx.any(attention_mask).item():
+        found = f"found shape {attention_mask.shape}" if attention_mask.size != length else "found zeros alone"
+        raise UsageError(f"attention_mask: {found}, expected 1 for text and 0 for padding, for {length} tokens")
+    return attention_mask.reshape(1, length)

@@ -1,0 +1,171 @@
+"""What a caller can ask of sampling, and what the authors of a model recommend."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..errors import BadInput, UsageError
+
+Word = str | Sequence[int]
+"""A text, or the ids of one."""
+Encode = Callable[[str], list[int]]
+BREAKERS = ("\n", ":", '"', "*")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose: always the best token (temperature 0), or by chance among those that the filters leave.
+
+    In the order in which they apply, which is that of transformers:
+
+    logit_bias: what to add to the logits of some tokens, by id or by a text that is one token.
+    repetition_penalty: divides what speaks for tokens of the prompt and the text, above 1 against repeating (arXiv
+    1909.05858). presence_penalty, frequency_penalty: taken from the logits of tokens of the text, once, and for each
+    time. dry_multiplier, dry_base, dry_allowed_length: a token that would repeat the last n tokens once more costs
+    multiplier · base^(n - allowed length), from that length on; dry_breakers are tokens that no repetition reaches
+    across. bad_words: texts or lists of ids that never come, as the tokenizer cuts them at the beginning of a text and
+    after a space. min_tokens: so many tokens come before an end token may.
+
+    temperature: divides the logits. top_k: keep so many of the best tokens (0: all). top_p: keep the best tokens that
+    together have this probability (arXiv 1904.09751). min_p: keep tokens at least so likely as this share of the best
+    one (arXiv 2407.01082). typical_p: keep the tokens nearest to the expected surprise that together have this
+    probability (arXiv 2202.00666). xtc_probability, xtc_threshold: so often, remove all but the least likely of the
+    tokens that have at least this probability; end tokens stay. seed: the same seed gives the same choices (None: a
+    new one each time), alone or in a batch.
+
+    >>> Sampling(top_p=2)
+    Traceback (most recent call last):
+    mlx_tformer.errors.UsageError: top_p: found 2, expected a number above 0, at most 1
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_breakers: Sequence[str | int] = BREAKERS
+    logit_bias: Mapping[str | int, float] = field(default_factory=dict)
+    bad_words: Sequence[Word] = ()
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (expected, holds) in NUMBERS.items():
+            _expect(vars(self)[name], name, expected, holds)
+        for name, least in (("top_k", 0), ("min_tokens", 0), ("dry_allowed_length", 1)):
+            value = vars(self)[name]
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name}: found {value}, expected a whole number of {least} or more")
+        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**64):
+            raise UsageError(f"seed: found {self.seed}, expected a whole number from 0 to 2^64 - 1")
+        for key, bias in self.logit_bias.items():
+            _expect(bias, f"logit_bias: {key}", "a number (-inf: never)", lambda v: not math.isnan(v) and v < math.inf)
+        if isinstance(self.bad_words, str) or any(not len(word) for word in self.bad_words):
+            raise UsageError("bad_words: found an empty one, expected a list of texts, or of lists of ids")
+
+    def in_ids(self, encode: Encode | None, vocab: int) -> "Sampling":
+        """The same with ids where it has texts, all of them ids that the model knows.
+
+        Raises UsageError for a text without a tokenizer (`encode`), and for a text that should be one token and is not.
+        """
+        bias: dict[str | int, float] = {
+            self._one_id("logit_bias", key, encode, vocab): value for key, value in self.logit_bias.items()
+        }
+        words = [ids for word in self.bad_words for ids in _spellings(word, encode, vocab)]
+        breakers: list[str | int] = []
+        if self.dry_multiplier and (encode is not None or self.dry_breakers is not BREAKERS):
+            # After a letter, since what stands at a beginning may be another token.
+            breakers = [_breaker(key, encode, vocab) for key in self.dry_breakers]
+        return replace(self, logit_bias=bias, bad_words=words, dry_breakers=breakers)
+
+    @staticmethod
+    def _one_id(name: str, key: str | int, encode: Encode | None, vocab: int) -> int:
+        ids = _ids(name, key if isinstance(key, str) else [key], encode, vocab)
+        if len(ids) != 1:
+            raise UsageError(f"{name}: found {key!r}, which is {len(ids)} tokens, expected one token")
+        return ids[0]
+
+
+def _breaker(key: str | int, encode: Encode | None, vocab: int) -> int:
+    return _ids("dry_breakers", f"a{key}" if isinstance(key, str) else [key], encode, vocab)[-1]
+
+
+def _spellings(word: Word, encode: Encode | None, vocab: int) -> list[list[int]]:
+    """The ids of a word that must not come, at the beginning of a text and after a space."""
+    forms = [word, f" {word}"] if isinstance(word, str) else [word]
+    found = [_ids("bad_words", form, encode, vocab) for form in forms]
+    return [ids for at, ids in enumerate(found) if ids and ids not in found[:at]]
+
+
+def _ids(name: str, word: Word, encode: Encode | None, vocab: int) -> list[int]:
+    if isinstance(word, str) and encode is None:
+        raise UsageError(f"{name}: found {word!r}, but the model has no tokenizer; give ids")
+    ids = encode(word) if isinstance(word, str) and encode is not None else [*word]
+    wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab), None)
+    if wrong is not None:
+        raise UsageError(f"{name}: found id {wrong}, expected 0 to {vocab - 1}")
+    return [i for i in ids if isinstance(i, int)]
+
+
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a number of 0 or more", lambda v: 0 <= v < math.inf),
+    "top_p": ("a number above 0, at most 1", lambda v: 0 < v <= 1),
+    "min_p": ("a number from 0 to 1", lambda v: 0 <= v <= 1),
+    "typical_p": ("a number above 0, at most 1", lambda v: 0 < v <= 1),
+    "xtc_probability": ("a number from 0 to 1", lambda v: 0 <= v <= 1),
+    "xtc_threshold": ("a number above 0, at most 1", lambda v: 0 < v <= 1),
+    "repetition_penalty": ("a number above 0", lambda v: 0 < v < math.inf),
+    "presence_penalty": ("a number", math.isfinite),
+    "frequency_penalty": ("a number", math.isfinite),
+    "dry_multiplier": ("a number of 0 or more", lambda v: 0 <= v < math.inf),
+    "dry_base": ("a number of 1 or more", lambda v: 1 <= v < math.inf),
+}
+"""What the numbers must be, in words and as a test."""
+SETTINGS = frozenset(f.name for f in fields(Sampling))
+"""The names of all settings."""
+
+
+def _expect(value: float, name: str, expected: str, holds: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+        raise UsageError(f"{name}: found {value}, expected {expected}")
+
+
+def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+    """A `Sampling` of these settings; raises UsageError for a name that none has."""
+    unknown = sorted(settings.keys() - SETTINGS)
+    if unknown:
+        raise UsageError(f"{unknown[0]}: there is no such setting; expected one of {', '.join(sorted(SETTINGS))}")
+    return Sampling(**settings)
+
+
+def recommended(settings: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The arguments of `Sampling` that a `generation_config.json` recommends: no filters if it says `do_sample: false`.
+
+    Raises BadInput for a recommendation that cannot be followed.
+
+    >>> recommended({"do_sample": True, "top_k": 20, "top_p": None, "eos_token_id": 2}, "a model")
+    {'temperature': 1.0, 'top_k': 20}
+    """
+    always = {"repetition_penalty": "repetition_penalty", "min_new_tokens": "min_tokens", "bad_words_ids": "bad_words"}
+    names = dict(always)
+    if settings.get("do_sample") is not False:
+        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+    found = {ours: settings[name] for name, ours in names.items() if settings.get(name) is not None}
+    if settings.get("do_sample") is True:
+        found = {"temperature": 1.0, **found}
+    neutral = Sampling()
+    found = {name: v for name, v in found.items() if name not in always.values() or v != vars(neutral)[name]}
+    try:
+        Sampling(**found)
+    except (UsageError, TypeError) as error:
+        raise BadInput(str(error), file=f"{origin}/generation_config.json") from None
+    return found
