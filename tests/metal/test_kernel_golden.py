@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import mlx.core as mx
 import msl
 import pytest
-from helpers import attentions, expected, gap, golden, ids_of, limit
+from helpers import GOLDEN, attentions, expected, gap, golden, ids_of, limit
 
+import mlx_tformer as mt
 from mlx_tformer import kernels
-from mlx_tformer.nn import Rope, Router
+from mlx_tformer.nn import Attention, CrossAttention, Rope, Router
 
 # A golden case, and what it asks of the kernels.
 CASES = {
@@ -52,6 +54,16 @@ def test_logits_are_those_of_transformers(case, launched):
     assert launched["attention"] == len(model.decoder.layers)
     assert launched["rope"] == sum(isinstance(op.position, Rope) for op in attentions(model))
     assert launched["router"] == sum(isinstance(module, Router) for module in model.modules())
+
+
+@pytest.mark.parametrize("case", ["t5", "t5-v1.1"])
+def test_encoder_decoders_with_a_bias_by_distance_give_transformers_logits(case, launched):
+    lm, answer = mt.load(GOLDEN / case, dtype="float32"), expected(case)
+    given = {name: mx.array(answer[name]) for name in ("input_ids", "decoder_input_ids", "attention_mask")}
+    found = lm.model(given.pop("input_ids"), **given)
+    assert gap(found, answer["logits"]) < limit(answer["logits"])
+    attentions = [m for m in lm.model.modules() if isinstance(m, Attention | CrossAttention)]
+    assert launched["attention"] == len(attentions)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -116,7 +116,11 @@ def test_it_is_chosen_where_it_saves_launches(where, length, plain, wanted):
     Rope(16), Rope(8, interleaved=True), Rope(7, 500.0), Rope(16, scaling=Yarn(4.0, 32)),
     Rope(8, scaling=Yarn(4.0, 32)),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("offset", [0, 11, mx.array([4, -3])], ids=["start", "later", "padded"])
+@pytest.mark.parametrize(
+    "offset",
+    [0, 11, mx.array([4, -3]), mx.array([[0] * 6, [2, 2, 2, -3, -3, -3]])],
+    ids=["start", "later", "padded", "several texts in a row"],
+)
 def test_positions_of_models_turn_by_it_as_without_it(rope, offset):
     q, k = random(2, 4, 6, 16), random(2, 2, 6, 16, seed=1)
     with kernels.made_by(msl.metal_kernel, "cpu"):
