@@ -102,6 +102,8 @@ def attention_statistics(
 def refusal(q: mx.array, keys: Keys, asked: Asked, wanted: Wanted | None = None) -> str | None:
     """Why the kernel cannot do this, or None."""
     batch, heads, queries, width = q.shape
+    if not queries or not keys.length:
+        return f"q: found {queries} queries and {keys.length} keys, expected some of each"
     if heads % keys.heads:
         return f"heads: found {heads}, expected a multiple of the {keys.heads} key heads"
     if width != keys.width or batch != keys.batch:
@@ -133,17 +135,17 @@ def _no_gradient(*_: mx.array) -> mx.array:
 def _launch(q: mx.array, keys: Keys, asked: Asked, how: Plan, wanted: Wanted | None) -> list[mx.array]:
     """The outputs of one launch; with splits, sums of each in float32 and their logsumexp."""
     batch, heads, queries, width = q.shape
-    rows, share = heads // keys.heads * queries, how.splits > 1
-    kernel = _kernel(type(keys), wanted is not None, share)
-    row, first = (batch, heads, queries), (how.splits,) if share else ()
-    dtype = mx.float32 if share else q.dtype
+    rows, split = heads // keys.heads * queries, how.splits > 1
+    kernel = _kernel(type(keys), wanted is not None, split)
+    row, first = (batch, heads, queries), (how.splits,) if split else ()
+    dtype = mx.float32 if split else q.dtype
     outputs = [((*first, *row, keys.value), dtype)]
     template: dict[str, Any] = {"T": q.dtype, "OUT": dtype, "WIDTH": width, "VALUE": keys.value}
     template |= {"ROWS": how.rows, "GROUPS": how.groups}
     inputs = [q, *keys.arrays, *asked.inputs(q.shape, keys.length, how.splits)]
     if isinstance(keys, Packed):
         template |= {"BITS": keys.bits, "PACK": keys.group}
-    if share:
+    if split:
         outputs.append(((*first, *row), mx.float32))
     if wanted is not None:
         spans, top = max(len(wanted.spans), 1), max(wanted.top, 1)
@@ -172,9 +174,9 @@ def _split(q: mx.array, keys: Keys, asked: Asked, how: Plan) -> mx.array:
 
 
 @lru_cache(maxsize=32)
-def _kernel(kind: type[Keys], statistics: bool, share: bool) -> Kernel:
-    flags = {kind.flag: kind.flag is not None, "STATS": statistics, "SPLIT": share}
-    outputs = ("out", *(_STATISTICS if statistics else ("lse",) if share else ()))
+def _kernel(kind: type[Keys], statistics: bool, split: bool) -> Kernel:
+    flags = {kind.flag: kind.flag is not None, "STATS": statistics, "SPLIT": split}
+    outputs = ("out", *(_STATISTICS if statistics else ("lse",) if split else ()))
     inputs = ("q", *kind.names, *_OPTIONS, *(("spans",) if statistics else ()))
     return Kernel("attention", inputs, outputs, tuple(flag for flag, on in flags.items() if flag is not None and on))
 

@@ -26,7 +26,7 @@ def chosen(where: Place, length: int, *, plain: bool) -> bool:
     >>> chosen("metal", 512, plain=True), chosen("metal", 512, plain=False)
     (False, True)
     """
-    return where == "trial" or (where == "metal" and (not plain or length <= LAUNCH_BOUND))
+    return length > 0 and (where == "trial" or (where == "metal" and (not plain or length <= LAUNCH_BOUND)))
 
 
 def worth_turning(length: int, *, plain: bool) -> bool:

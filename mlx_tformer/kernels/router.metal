@@ -38,7 +38,7 @@ if (GROUPS > 1) {
             for (int i = 0; i < PER; ++i) {
                 int expert = lane + 32 * i;
                 bool left = choice[i] < last || (choice[i] == last && expert > last_expert);
-                if (expert / EACH == g && left && (found_expert == EXPERTS || choice[i] > found)) {
+                if (expert / EACH == g && left && choice[i] > found) {
                     found = choice[i];
                     found_expert = expert;
                 }

@@ -39,20 +39,20 @@ class Rules:
     groups: tuple[int, int, int] = (1, 1, 1)
 
 
-def chosen_route(where: Place, experts: int, rules: Rules) -> bool:
+def chosen_route(where: Place, tokens: int, experts: int, rules: Rules) -> bool:
     """True if the kernel does it.
 
-    >>> chosen_route("metal", 256, Rules(8)), chosen_route("cpu", 256, Rules(8)), chosen_route("metal", 1024, Rules(8))
-    (True, False, False)
+    >>> chosen_route("metal", 1, 256, Rules(8)), chosen_route("cpu", 1, 256, Rules(8))
+    (True, False)
     """
     count, _, best = rules.groups
     fits = experts <= MOST_EXPERTS and rules.top <= MOST_TOP and count <= MOST_GROUPS and best <= experts // count
-    return where != "cpu" and fits
+    return where != "cpu" and tokens > 0 and fits
 
 
-def worth_routing(experts: int, rules: Rules) -> bool:
+def worth_routing(tokens: int, experts: int, rules: Rules) -> bool:
     """`chosen_route`, here and now."""
-    return chosen_route(place(), experts, rules)
+    return chosen_route(place(), tokens, experts, rules)
 
 
 def route(logits: mx.array, rules: Rules, correction: mx.array | None = None) -> tuple[mx.array, mx.array]:

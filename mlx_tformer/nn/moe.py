@@ -89,7 +89,7 @@ class Router(Module):
         """x (N, C) -> the weights (N, top) and the numbers (N, top) of the chosen experts."""
         logits = x.astype(mx.float32) @ self.weight.astype(mx.float32).T
         logits = tap(self, "logits", logits + self.bias.astype(mx.float32) if self.has_bias else logits)
-        if not wanted(self, "chosen") and kernels.worth_routing(self.count, self.rules):
+        if not wanted(self, "chosen") and kernels.worth_routing(len(x), self.count, self.rules):
             weights, chosen = kernels.route(logits, self.rules, self.correction if self.has_correction else None)
             return tap(self, "weights", weights), chosen
         scores = SCORES[self.score](logits)  # (N, E)

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class Mutant:
     start: int
     stop: int
     new: str
-    variant: bool = False
-    """True if it stands in the part that packed keys and latents have for themselves."""
+    variant: str = ""
+    """"packed" or "latent" if it stands in a part that such keys have for themselves."""
 
     def source(self) -> str:
         """The faulty kernel."""
@@ -67,11 +67,11 @@ class Mutant:
 
 def mutants(file: str) -> Iterator[Mutant]:
     """Every fault of one kernel."""
-    variant = False
+    variant = ""
     for number, text in enumerate((KERNELS / f"{file}.metal").read_text().splitlines()):
         code = text.split("//")[0].rstrip()
         if code.startswith("#"):
-            variant = "PACKED" in code or "LATENT" in code
+            variant = "packed" if "PACKED" in code else "latent" if "LATENT" in code else ""
             continue
         if "threadgroup_barrier" in code or re.match(r"\s*if \(.*;$", code):
             yield Mutant(file, number, 0, len(code), "", variant)
@@ -102,51 +102,62 @@ def write(verdicts: dict[tuple[str, str, str], str]) -> None:
         csv.writer(stream, delimiter="\t", lineterminator="\n").writerows([*key, verdicts[key]] for key in rows)
 
 
-class FirstFailure:
-    """A pytest plugin that remembers the first test that failed."""
+class Planting:
+    """A pytest plugin: the tests are collected once, and run in a fresh process for each fault, until one fails."""
 
-    name = ""
+    def __init__(self, todo: list[Mutant], jobs: int, done: Callable[[Mutant, str], None]):
+        self.todo, self.jobs, self.done = todo, jobs, done
+        self.failed = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and not self.name:
-            self.name = report.nodeid.split("::")[-1].split("[")[0]
+        if report.failed and not self.failed:
+            self.failed = report.nodeid.split("::")[-1].split("[")[0]
 
+    def pytest_runtestloop(self, session: Any) -> bool:
+        waiting, running = list(self.todo), {}
+        while waiting or running:
+            while waiting and len(running) < self.jobs:
+                mutant, (reading, writing) = waiting.pop(0), os.pipe()
+                pid = os.fork()
+                if not pid:
+                    os.write(writing, self.found_by(mutant, session).encode())
+                    os._exit(0)
+                os.close(writing)
+                running[pid] = mutant, reading
+            pid, status = os.wait()
+            mutant, reading = running.pop(pid)
+            with os.fdopen(reading) as stream:
+                self.done(mutant, stream.read() if status == 0 else CRASH)
+        return True
 
-def found_by(mutant: Mutant) -> str:
-    """The first test that fails with this fault, or NOT_FOUND."""
-    import msl
-    import pytest
+    def found_by(self, mutant: Mutant, session: Any) -> str:
+        """The first test that fails with this fault, or NOT_FOUND; in the process that it may take down."""
+        import mlx.core as mx
+        import msl
 
-    sound, text, first = msl.Kernel, mutant.source(), FirstFailure()
+        mx.set_default_stream(mx.new_stream(mx.cpu))  # the other one's thread has not come along
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+        signal.alarm(LONGEST)
+        sound, text = msl.Kernel, mutant.source()
 
-    def make(**settings: Any) -> Any:
-        faulty = settings["name"].removeprefix("mlx_tformer_").split("_")[0] == mutant.file
-        return sound(**(settings | {"source": text} if faulty else settings))
+        def make(**settings: Any) -> Any:
+            faulty = settings["name"].removeprefix("mlx_tformer_").split("_")[0] == mutant.file
+            return sound(**(settings | {"source": text} if faulty else settings))
 
-    msl.metal_kernel, msl.clang = make, lambda: None  # clang takes most faults for sound
-    files = [str(HERE / name) for name in TESTS[mutant.file]][:: -1 if mutant.variant else 1]
-    pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "--tb=no", *files], plugins=[first])
-    return first.name or NOT_FOUND
+        msl.metal_kernel, msl.clang = make, lambda: None  # clang takes most faults for sound
+        msl.GPP = msl.GPP.replace("-O1", "-O0")  # each kernel runs once
+        for item in self.tests(mutant, session.items):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if self.failed:
+                break
+        return self.failed or NOT_FOUND
 
-
-def side_by_side(todo: Iterable[Mutant], jobs: int) -> Iterator[tuple[Mutant, str]]:
-    """Each fault with what found it; each in a process of its own, which it may take down."""
-    waiting, running = list(todo), {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            mutant, (reading, writing) = waiting.pop(0), os.pipe()
-            pid = os.fork()
-            if not pid:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                signal.alarm(LONGEST)
-                os.write(writing, found_by(mutant).encode())
-                os._exit(0)
-            os.close(writing)
-            running[pid] = mutant, reading
-        pid, status = os.wait()
-        mutant, reading = running.pop(pid)
-        with os.fdopen(reading) as stream:
-            yield mutant, stream.read() if status == 0 else CRASH
+    def tests(self, mutant: Mutant, items: list[Any]) -> list[Any]:
+        """The tests of one kernel, those first that are likely to see the fault."""
+        names = TESTS[mutant.file]
+        mine = [item for item in items if item.path.name in names]
+        return sorted(mine, key=lambda item: (mutant.variant not in item.name, names.index(item.path.name)))
 
 
 def main() -> None:
@@ -154,16 +165,25 @@ def main() -> None:
     parser.add_argument("kernels", nargs="*", help=f"out of {', '.join(TESTS)}")
     parser.add_argument("--again", action="store_true", help="plant those too that were found before")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    import pytest
+
     sys.path[:0] = [str(HERE), str(HERE.parent)]
-    given, verdicts, missed = parser.parse_args(), known(), 0
+    given, verdicts = parser.parse_args(), known()
     every = [mutant for file in given.kernels or TESTS for mutant in mutants(file)]
     todo = [m for m in every if not verdicts.get(m.key, NOT_FOUND).startswith(NOTHING)]
     todo = [m for m in todo if given.again or verdicts.get(m.key, NOT_FOUND) == NOT_FOUND]
-    for mutant, verdict in side_by_side(todo, given.jobs):
-        missed += verdict == NOT_FOUND
+    todo.sort(key=lambda m: m.key in verdicts)  # those that take longest, because no test finds them, come last
+
+    def done(mutant: Mutant, verdict: str) -> None:
         verdicts[mutant.key] = verdict
         write(verdicts)
-        print(verdict, *mutant.key, sep="  |  ", flush=True)
+        print(verdict, *mutant.key, sep="  |  ", file=sys.__stderr__, flush=True)
+
+    files = sorted({str(HERE / name) for mutant in todo for name in TESTS[mutant.file]})
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "--tb=no", "-s"]
+    if todo:
+        pytest.main([*options, *files], plugins=[Planting(todo, given.jobs, done)])
+    missed = sum(verdicts.get(mutant.key, NOT_FOUND) == NOT_FOUND for mutant in every)
     print(f"{missed} faults were found by nothing")
     sys.exit(missed > 0)
 

@@ -57,6 +57,7 @@ def check(shape, asked, dtype=mx.float32, how=CUT, wanted=WANTED, width=WIDTH, v
 
 
 RULES = [(sight, []) for sight in cases.SIGHTS] + [("causal", [name]) for name in cases.OPTIONS]
+RULES += [("everything", ["padding"]), ("around", ["padding", "sinks"]), ("chunk", ["padding"])]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_the_twin_is_float64s(case):
 @pytest.mark.parametrize("shape, asked, wanted, complaint", [
     ((1, 4, 2, 9, 4), Asked(1.0, Sight(causal=True)), WANTED, "q: found 9 queries, expected 4 or fewer"),
     ((1, 4, 2, 9, 4), Asked(1.0, distances=Slopes((1.0,) * 4)), WANTED, "q: found 9 queries, expected 4 or fewer"),
+    ((1, 4, 2, 0, 4), Asked(1.0), WANTED, "q: found 0 queries and 4 keys, expected some of each"),
     ((1, 5, 2, 1, 4), Asked(1.0), WANTED, "heads: found 5, expected a multiple of the 2 key heads"),
     ((1, 4, 2, 1, 4), Asked(1.0), Wanted((), 9), "top: found 9, expected 8 or fewer"),
     ((1, 4, 2, 1, 4), Asked(1.0), Wanted(((0, 1),) * 33), "spans: found 33, expected 32 or fewer"),

@@ -106,7 +106,8 @@ def test_its_gradient_is_that_of_the_twin():
 
 @pytest.mark.parametrize("where, length, plain, wanted", [
     ("metal", 1, True, True), ("metal", 8, True, True), ("metal", 9, True, False), ("metal", 9, False, True),
-    ("metal", 4096, False, True), ("cpu", 1, True, False), ("cpu", 1, False, False), ("trial", 4096, True, True),
+    ("metal", 4096, False, True), ("metal", 0, False, False), ("trial", 0, True, False),
+    ("cpu", 1, True, False), ("cpu", 1, False, False), ("trial", 4096, True, True),
 ])  # fmt: skip
 def test_it_is_chosen_where_it_saves_launches(where, length, plain, wanted):
     assert chosen(where, length, plain=plain) is wanted

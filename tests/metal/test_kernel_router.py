@@ -127,10 +127,12 @@ def test_routers_of_models_choose_by_it_as_without_it(settings):
     assert np.abs(found[0][0] - found[1][0]).max() < 2e-6
 
 
-@pytest.mark.parametrize("where, experts, rules, answer", [
-    ("metal", 512, Rules(8), True), ("metal", 513, Rules(8), False), ("metal", 64, Rules(33), False),
-    ("metal", 64, Rules(32), True), ("metal", 256, Rules(8, groups=(64, 4, 2)), False), ("cpu", 8, Rules(2), False),
-    ("trial", 8, Rules(2), True), ("metal", 16, Rules(2, groups=(8, 4, 3)), False),
+@pytest.mark.parametrize("where, tokens, experts, rules, answer", [
+    ("metal", 1, 512, Rules(8), True), ("metal", 0, 512, Rules(8), False), ("metal", 9, 513, Rules(8), False),
+    ("metal", 9, 64, Rules(33), False),
+    ("metal", 9, 64, Rules(32), True), ("metal", 1, 256, Rules(8, groups=(64, 4, 2)), False),
+    ("cpu", 1, 8, Rules(2), False),
+    ("trial", 1, 8, Rules(2), True), ("metal", 1, 16, Rules(2, groups=(8, 4, 3)), False),
 ])  # fmt: skip
-def test_it_is_chosen_on_metal_within_its_bounds(where, experts, rules, answer):
-    assert chosen_route(where, experts, rules) is answer
+def test_it_is_chosen_on_metal_within_its_bounds(where, tokens, experts, rules, answer):
+    assert chosen_route(where, tokens, experts, rules) is answer
