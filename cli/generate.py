@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import NAMES, GroupedCommand, sampling_options, sampling_settings
+from .options import FILTERS, NAMES, GroupedCommand, sampling_options, sampling_settings
 from .terminal import Writer, note, read_input, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mlx_tformer import LanguageModel
+    from mlx_tformer import LanguageModel, Seq2SeqModel
     from mlx_tformer.generation import Generation, Step
+
+    Model = LanguageModel | Seq2SeqModel
 
 FREED = 2**29
 """Bytes of freed buffers that MLX may keep for reuse."""
 TEXTS = ("logit_bias", "bad_words")
+SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 
 
 @click.command("generate", cls=GroupedCommand, short_help="Continue a text, or answer a message.")
@@ -30,6 +33,13 @@ TEXTS = ("logit_bias", "bad_words")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("-n", "--max-tokens", type=int, default=256, show_default=True, metavar="N", help="Stop after N tokens.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; can be given several times.")
+@click.option(
+    "--beams", type=int, metavar="N", help="Search for the likeliest text with N beams (T5, BART and others)."
+)
+@click.option(
+    "--length-penalty", type=float, metavar="P", help="Of a search: above 0 for longer texts, below for short."
+)
+@click.option("--first", metavar="TOKEN", help="Token that the text begins with, such as a language (mBART, M2M-100).")
 @click.option("--dtype", metavar="TYPE", help="Compute in float32, float16 or bfloat16 instead of the stored type.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--logprobs", type=int, metavar="N", help="With --json: the N likeliest tokens in place of each.")
@@ -38,7 +48,8 @@ TEXTS = ("logit_bias", "bad_words")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
 @sampling_options
 def command(**options: Any) -> None:
-    """Continue PROMPT, or answer it if the model has a chat template.
+    """Continue PROMPT, or answer it if the model has a chat template. A model with an encoder (T5, BART, Marian and
+    others) reads it as a whole and writes what it was trained to: a translation, a summary, an answer.
 
     Without PROMPT, or if it is -, the text is read from standard input (a line end at its end does not count). Without
     --model the small bundled model continues it in the manner of Shakespeare.
@@ -53,7 +64,8 @@ def command(**options: Any) -> None:
 
     Sampling options that are not given take what the authors of the model recommend in its generation_config.json.
     Where that says nothing, the most likely token is taken each time (temperature 0), or, if a filter is given,
-    temperature is 1.
+    temperature is 1. --beams and --length-penalty, for models with an encoder, likewise; with beams the text comes at
+    the end.
 
     --wired keeps weights and caches in memory that macOS cannot page out. It helps where a model barely fits; it has
     also been part of kernel panics that take down the whole Mac, so it is off unless you ask for it.
@@ -75,6 +87,9 @@ class Request:
     raw: bool
     max_tokens: int
     stop: tuple[str, ...]
+    beams: int | None
+    length_penalty: float | None
+    first: str | None
     dtype: str | None
     as_json: bool
     logprobs: int | None
@@ -92,13 +107,12 @@ def generate(asked: Request) -> None:
     if (asked.logprobs is not None or asked.prompt_logprobs) and not asked.as_json:
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which they are printed in")
     lm = loaded(asked)
-    chat = lm.has_chat_template and not asked.raw
-    ids = conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)
+    ids, chat = prompt_ids(lm, text, asked)
+    settings = sampling(lm, asked) | searching(lm, asked)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
     check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
-    settings = sampling_settings(asked.sampling, lm.recommended_sampling)
-    told = {"logprobs": asked.logprobs or 0, "prompt_logprobs": asked.prompt_logprobs}
+    told = {name: value for name in ("logprobs", "prompt_logprobs") if (value := vars(asked)[name])}
     with bounded_cache(FREED), wired(asked.wired):
         generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **told, **settings)
         for line in lm.notes:
@@ -125,17 +139,30 @@ def prompt_text(prompt: str | None) -> str:
     return prompt
 
 
-def loaded(asked: Request) -> "LanguageModel":
+def loaded(asked: Request) -> "Model":
     """The model that is asked for, or the bundled one, which is said in its notes."""
-    from mlx_tformer.checkpoint.load import load_decoder
+    from mlx_tformer.checkpoint.load import load_writer
     from mlx_tformer.checkpoint.open import BUNDLED, EXAMPLE, bundled
 
     # Whether the asked length fits is checked when the prompt has been counted.
     where = bundled() if asked.model is None else asked.model
-    lm = load_decoder(where, asked.dtype, context=0, revision=asked.revision)
+    lm = load_writer(where, asked.dtype, context=0, revision=asked.revision)
     if asked.model is None:
         lm.notes.append(f"using the bundled model {BUNDLED}; a real one to try: --model {EXAMPLE}")
     return lm
+
+
+def prompt_ids(lm: "Model", text: str, asked: Request) -> "tuple[Sequence[int], bool]":
+    """The ids of the prompt, and whether a chat template is around them."""
+    from mlx_tformer import Seq2SeqModel
+
+    if isinstance(lm, Seq2SeqModel):
+        if asked.system is not None or asked.raw:
+            given = "--system" if asked.system is not None else "--raw"
+            raise click.UsageError(f"{given} is about a chat template, and {lm.origin} is a model with an encoder")
+        return lm.tokens(text), False
+    chat = lm.has_chat_template and not asked.raw
+    return (conversation(lm, text, asked.system) if chat else plain(lm, text, asked.system)), chat
 
 
 def conversation(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]":
@@ -151,6 +178,31 @@ def plain(lm: "LanguageModel", text: str, system: str | None) -> "Sequence[int]"
     return lm.tokens(text)
 
 
+def sampling(lm: "Model", asked: Request) -> dict[str, Any]:
+    """The sampling settings: what was given, then what the model's authors recommend."""
+    searches = asked.beams is not None and asked.beams > 1
+    return sampling_settings(asked.sampling, {} if searches else lm.recommended_sampling)
+
+
+def searching(lm: "Model", asked: Request) -> dict[str, Any]:
+    """The settings of a search: what was given, then what the model's authors recommend, unless tokens are drawn."""
+    from mlx_tformer import Seq2SeqModel
+
+    given = {name: value for name, value in vars(asked).items() if name in SEARCH and value is not None}
+    if not isinstance(lm, Seq2SeqModel):
+        if given:
+            option = next(iter(given)).replace("_", "-")
+            raise click.UsageError(f"--{option} is for models with an encoder, such as T5, and {lm.origin} has none")
+        return {}
+    if asked.prompt_logprobs:
+        raise click.UsageError(f"--prompt-logprobs: {lm.origin} reads its prompt as a whole and predicts none of it")
+    drawn = any(asked.sampling[name] is not None for name in (*FILTERS, "temperature", "seed"))
+    found = given if drawn or lm.recommended_sampling else {**lm.recommended_search, **given}
+    if "length_penalty" in given and found.get("beams", 1) == 1:
+        raise click.UsageError("--length-penalty is for a search; give --beams as well, 2 or more")
+    return found
+
+
 def print_text(generation: "Generation") -> None:
     """The text as it comes."""
     with Writer() as out:
@@ -158,7 +210,7 @@ def print_text(generation: "Generation") -> None:
             out.write(step.text)
 
 
-def print_json(lm: "LanguageModel", generation: "Generation", settings: dict[str, Any]) -> None:
+def print_json(lm: "Model", generation: "Generation", settings: dict[str, Any]) -> None:
     """Everything about a generation in one object; after Ctrl-C, everything up to there."""
     steps: list[Step] = []
     try:
@@ -169,10 +221,11 @@ def print_json(lm: "LanguageModel", generation: "Generation", settings: dict[str
     write_json(as_dict(lm, generation, settings, steps))
 
 
-def as_dict(
-    lm: "LanguageModel", generation: "Generation", settings: dict[str, Any], steps: "list[Step]"
-) -> dict[str, Any]:
+def as_dict(lm: "Model", generation: "Generation", settings: dict[str, Any], steps: "list[Step]") -> dict[str, Any]:
     """What `--json` tells; `finish` is null if the generation was interrupted."""
+    from mlx_tformer.generation import Found
+
+    score = {"score": generation.score} if isinstance(generation, Found) else {}
     found: dict[str, Any] = {
         "model": lm.origin,
         "text": generation.text,
@@ -180,6 +233,7 @@ def as_dict(
         "prompt_tokens": len(generation.prompt),
         "tokens": generation.tokens,
         "logprobs": [step.logprob for step in steps],
+        **score,
         "sampling": settings,
         "stats": generation.stats.to_dict(),
     }
@@ -201,9 +255,12 @@ def print_stats(generation: "Generation") -> None:
     note(f"memory: peak {human(stats.peak_bytes)}, KV cache {human(stats.cache_bytes)}")
 
 
-def why_it_ended(lm: "LanguageModel", generation: "Generation", chat: bool) -> None:
+def why_it_ended(lm: "Model", generation: "Generation", chat: bool) -> None:
     """Say that a text was cut off, where that may not be what was meant."""
-    if len(generation.prompt) + len(generation.tokens) >= lm.context:
+    from mlx_tformer import Seq2SeqModel
+
+    reads = isinstance(lm, Seq2SeqModel)
+    if (0 if reads else len(generation.prompt)) + len(generation.tokens) >= lm.context:
         note(f"stopped, because the context of {lm.context} tokens is full")
-    elif chat:
+    elif chat or reads:
         note(f"stopped after {len(generation.tokens)} tokens; --max-tokens allows more")

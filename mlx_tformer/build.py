@@ -14,8 +14,8 @@ from .checkpoint.plan import build as from_config
 from .config import Config
 from .errors import UsageError
 from .families import Family, family
-from .nn import Module
-from .settings import RULES, Other
+from .nn import LM, Encoder, Module, Seq2Seq
+from .settings import POSITIVE, RULES, Other
 from .training.initialise import initialise
 
 Values = dict[str, Any]
@@ -63,7 +63,15 @@ OTHERS: dict[str, Callable[[Values], Any]] = {
     "attn_layer_offset": lambda s: 1,
     "attn_layer_period": lambda s: 2,
     "first_k_dense_replace": lambda s: 1,
+    "full_attention_interval": lambda s: 2,
+    "image_size": lambda s: 32,
     "kv_lora_rank": lambda s: s["dim"] // 2,
+    "linear_key_head_dim": lambda s: s["head_dim"],
+    "linear_num_key_heads": lambda s: s["heads"],
+    "linear_num_value_heads": lambda s: s["heads"],
+    "linear_value_head_dim": lambda s: s["head_dim"],
+    "mamba_d_ssm": lambda s: 2 * s["dim"],
+    "mamba_n_heads": lambda s: s["heads"],
     "multi_query": lambda s: s["kv_heads"] == 1,
     "n_group": lambda s: 1,
     "n_groups": lambda s: 1,
@@ -71,6 +79,7 @@ OTHERS: dict[str, Callable[[Values], Any]] = {
     "new_decoder_architecture": lambda s: 1 < s["kv_heads"] < s["heads"],
     "num_sparse_decoder_layers": lambda s: max(1, s["decoder_layers"] // 2),
     "num_sparse_encoder_layers": lambda s: max(1, s["layers"] // 2),
+    "patch_size": lambda s: 8,
     "q_lora_rank": lambda s: s["dim"] // 2,
     "qk_nope_head_dim": lambda s: s["head_dim"],
     "qk_rope_head_dim": lambda s: s["head_dim"],
@@ -120,11 +129,19 @@ layers, hidden, vocab, theta, context or act, or a key of its configs
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}") from None
-    initialise(model, std=sizes.get("initializer_range", kind.absent.get("initializer_range", 0.02)), seed=seed)
+    initialise(model, std=_std(kind, sizes), seed=seed)
     precise = {id(m[leaf]) for m in model.modules() if isinstance(m, Module) for leaf in m.precise if leaf in m}
     if dtype != "float32":
         model.apply(lambda value: value if id(value) in precise else as_float(value, FLOATS[dtype]))
     return wrapped(model, config, FLOATS[dtype], f"random {kind.name}", [])
+
+
+def _std(kind: Family, sizes: Mapping[str, Any]) -> float:
+    """The standard deviation of the weights to begin with."""
+    std = sizes.get("initializer_range", kind.absent.get("initializer_range", 0.02))
+    if not POSITIVE.holds(std):
+        raise UsageError(f"initializer_range: found {std!r}, expected {POSITIVE.expected}")
+    return float(std)
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,8 @@ def config_of(kind: Family, sizes: Mapping[str, Any], parts: Parts) -> Config:
     if {"num_heads", "expand"} <= kind.absent.keys() and "head_dim" not in sizes:  # heads of a stream that is widened
         values["head_dim"] = int(values.get("expand", kind.absent["expand"]) * chosen["dim"]) // chosen["heads"]
     trial = Config({"model_type": kind.name, **values}, "sizes", parts)
-    context = kind.model(trial).context
+    tried = kind.model(trial)
+    context = tried.context if isinstance(tried, LM | Encoder | Seq2Seq) else None
     _check(kind, sizes, trial.used)
     kept = {key: value for key, value in values.items() if key in trial.used}
     if context is not None:  # some have positions that no text reaches

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import memory
+from .anatomy import Anatomy, Layers, anatomy
 from .errors import UsageError
 from .nn import (
     LM,
@@ -29,6 +30,7 @@ from .nn import (
     Mamba,
     Mamba2,
     Mlp,
+    Model,
     NextToken,
     Parallel,
     Position,
@@ -62,6 +64,8 @@ class LayerKind:
     order: str
     """"sequential", or "parallel" where all steps read the same input."""
     steps: tuple[Step, ...]
+    stack: str = "decoder"
+    """Where the numbers count."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,9 @@ class Card:
     final_norm: str | None
     tied: bool
     head_bias: bool
-    vocabulary: int
+    head: str
+    vocabulary: int | None
+    images: str | None
     tokenizer_size: int | None
     vocabulary_matches: bool | None
     trained: int | None
@@ -134,7 +140,7 @@ class Card:
 
 
 def card(
-    model: LM,
+    model: Model,
     *,
     trained: int | None = None,
     deployed: int | None = None,
@@ -155,7 +161,7 @@ def card(
     weights_bytes: what the weights take, if it is known better than from the model.
     device: the memory to hold it against; this machine's by default.
 
-    Raises UsageError for a context that is not positive.
+    Raises UsageError for a context that is not positive, and for a kind of model that has no card.
 
     >>> from mlx_tformer.nn import Embed, Stack
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
@@ -168,13 +174,17 @@ def card(
         raise UsageError(f"context: found {context}, expected 1 or more")
     weights = memory.weights_bytes(model, dtype) if weights_bytes is None else weights_bytes
     device = memory.of_device() if device is None else device
-    tree = _tree(model)
+    parts = anatomy(model)
+    tree, rows = _tree(model, parts), parts.vocabulary
+    context = context if parts.remembers else None
     return Card(
         **tree,
-        **_needs(model, context, memory.compute_dtype(model) if dtype is None else dtype, weights, device),
+        **_needs(
+            model, parts.remembers, context, memory.compute_dtype(model) if dtype is None else dtype, weights, device
+        ),
         name=name,
         tokenizer_size=tokenizer_size,
-        vocabulary_matches=None if tokenizer_size is None else tokenizer_size <= tree["vocabulary"],
+        vocabulary_matches=None if tokenizer_size is None or rows is None else tokenizer_size <= rows,
         trained=trained,
         deployed=deployed,
         weights_bytes=weights,
@@ -182,30 +192,35 @@ def card(
     )
 
 
-def _tree(model: LM) -> dict[str, Any]:
+def _tree(model: Model, parts: Anatomy) -> dict[str, Any]:
     """The fields of a card that the module tree alone decides."""
-    parameters, (rows, dim) = memory.parameter_count(model), _table(model)
+    parameters, last = memory.parameter_count(model), parts.layers[-1].stack
     return {
-        "dim": dim,
-        "layers": len(model.decoder.layers),
-        "kinds": tuple(_kinds(model.decoder.layers)),
-        "final_norm": norm_text(model.decoder.norm),
-        "tied": model.tied,
-        "head_bias": not model.tied and "bias" in model.head,
-        "vocabulary": rows,
+        "dim": parts.sizes["C"],
+        "layers": sum(len(layers.stack.layers) for layers in parts.layers),
+        "kinds": tuple(kind for layers in parts.layers for kind in _kinds(layers)),
+        "final_norm": norm_text(last.norm),
+        "tied": parts.tied,
+        "head_bias": parts.head_bias,
+        "head": parts.head,
+        "vocabulary": parts.vocabulary,
+        "images": parts.images,
         "parameters": parameters,
-        "active_parameters": parameters - sum(idle_parameters(m) for m in model.modules()),
-        "ledger": tuple(_ledger(model)),
+        "active_parameters": parameters - parts.idle - sum(idle_parameters(m) for m in model.modules()),
+        "ledger": tuple(_ledger(model, parts)),
     }
 
 
-def _needs(model: LM, context: int | None, dtype: mx.Dtype, weights: int, device: memory.Memory) -> dict[str, Any]:
+def _needs(
+    model: Model, remembers: bool, context: int | None, dtype: mx.Dtype, weights: int, device: memory.Memory
+) -> dict[str, Any]:
     """The fields of a card about the cache and about what fits."""
     cache = None if context is None else memory.kv_bytes(model, context, dtype)
+    each = memory.kv_bytes(model, 1, dtype) - memory.kv_bytes(model, 0, dtype) if remembers else 0
     needed, room = weights + (cache or 0), device.recommended - weights
     return {
         "dtype": str(dtype).rpartition(".")[2],
-        "kv_bytes_per_token": memory.kv_bytes(model, 1, dtype) - memory.kv_bytes(model, 0, dtype),
+        "kv_bytes_per_token": each,
         "context": context,
         "kv_bytes": cache,
         "needed_bytes": needed,
@@ -219,13 +234,6 @@ def _needs(model: LM, context: int | None, dtype: mx.Dtype, weights: int, device
 def idle_parameters(module: nn.Module) -> int:
     """Parameters in this module itself that the computation of one token does not touch."""
     return 0
-
-
-@idle_parameters.register
-def _(module: LM) -> int:
-    # A token reads one row of the embedding; as the head, the same matrix is used whole.
-    rows, dim = _table(module)
-    return 0 if module.tied else (rows - 1) * dim
 
 
 @idle_parameters.register
@@ -331,9 +339,9 @@ def norm_text(norm: object) -> str | None:
     return type(norm).__name__
 
 
-def _kinds(blocks: list[Block]) -> Iterator[LayerKind]:
-    for (order, steps), layers in grouped(map(_made_of, blocks)):
-        yield LayerKind(layers, order, steps)
+def _kinds(layers: Layers) -> Iterator[LayerKind]:
+    for (order, steps), numbers in grouped(map(_made_of, layers.stack.layers)):
+        yield LayerKind(numbers, order, steps, layers.name)
 
 
 def _made_of(block: Block) -> tuple[str, tuple[Step, ...]]:
@@ -370,13 +378,6 @@ def _hidden(op: Mlp | GatedMlp) -> int:
     return op.gate_up.weight.shape[0] // 2 if isinstance(op, GatedMlp) else op.up.weight.shape[0]
 
 
-def _table(model: LM) -> tuple[int, int]:
-    """Rows and columns of the embedding, whose matrix may be packed."""
-    tokens: nn.Module = model.embed.tokens
-    rows, columns = tokens.weight.shape
-    return rows, columns * 32 // tokens.bits if isinstance(tokens, nn.QuantizedEmbedding) else columns
-
-
 def _lines(sizes: dict[str, int], *steps: tuple[str, str, object]) -> list[Line]:
     """Lines from names, axes as in "B L C", and modules or None; modules that do nothing have no line."""
     lines = []
@@ -404,17 +405,15 @@ def _layer_lines(block: Block, dim: int) -> Iterator[Line]:
     yield from _lines(sizes, ("out", "B L C", None))
 
 
-def _ledger(model: LM) -> Iterator[Section]:
-    rows, dim = _table(model)
-    sizes = {"C": dim, "V": rows}
-    first = _lines(sizes, ("ids", "B L", None), ("embed.tokens", "B L C", model.embed))
-    yield Section("embedding", (), 1, tuple(first))
-    for lines, layers in grouped(tuple(_layer_lines(block, dim)) for block in model.decoder.layers):
-        yield Section(f"decoder.layers.{ranges(layers)}", layers, len(layers), lines)
-    head = None if model.tied else model.head
-    last = _lines(sizes, ("decoder.norm", "B L C", model.decoder.norm), ("logits", "B L V", head))
-    yield Section("end", (), 1, tuple(last))
-    for number in range(model.depth):
+def _ledger(model: Model, parts: Anatomy) -> Iterator[Section]:
+    sizes = parts.sizes
+    for part in parts.parts:
+        if not isinstance(part, Layers):
+            yield Section(part.title, (), 1, tuple(_lines(sizes, *part.rows)))
+            continue
+        for lines, layers in grouped(tuple(_layer_lines(block, sizes["C"])) for block in part.stack.layers):
+            yield Section(f"{part.name}.layers.{ranges(layers)}", layers, len(layers), lines)
+    for number in range(model.depth if isinstance(model, LM) else 0):
         yield Section(f"drafts.{number}", (), 1, tuple(_draft_lines(model.drafts[number], sizes)))
 
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ASCII = str.maketrans({"×": "x", "·": "*"})
-LEGEND = """B texts of L tokens that see S keys; C width, V vocabulary, F MLP width;
-H query heads and K key-value heads of D features."""
+TEXTS = "B texts of L tokens that see S keys; C width, V vocabulary, F MLP width;\n"
+IMAGES = "B images of c × h × w, in L tokens that see S keys; C width, F MLP width;\n"
+HEADS = "H query heads and K key-value heads of D features"
 
 
 def plain_text(card: Card, width: int, ascii_only: bool) -> str:
@@ -44,7 +45,8 @@ def renderables(card: Card, ascii_only: bool) -> Iterator[RenderableType]:
     for line, is_title in _ledger(card):
         yield text(line, "bold" if is_title else "")
     yield text("")
-    yield text(LEGEND, "dim")
+    labels = any("N" in line.symbols for section in card.ledger for line in section.lines)
+    yield text((TEXTS if card.images is None else IMAGES) + HEADS + ("; N labels." if labels else "."), "dim")
 
 
 def _rows(card: Card) -> Iterator[tuple[str, str]]:
@@ -59,14 +61,15 @@ def _rows(card: Card) -> Iterator[tuple[str, str]]:
         yield "state space", spaces
     yield "mask", _by_layers(card, lambda kind: _facts(kind, "mask"))
     yield "position", _by_layers(card, lambda kind: _facts(kind, "position"))
-    yield "length", _length(card)
+    yield ("length", _length(card)) if card.images is None else ("images", card.images)
     yield "MLP", _by_layers(card, lambda kind: _facts(kind, "width", _mlp))
     yield "experts", _by_layers(card, lambda kind: _facts(kind, "experts"))
     yield "norms", _by_layers(card, _norms)
     yield "last norm", card.final_norm or "none"
     yield "biases", _biases(card)
-    yield "head", "tied to the embedding" if card.tied else "a matrix of its own"
-    yield "vocabulary", _vocabulary(card)
+    yield "head", card.head
+    if card.vocabulary is not None:
+        yield "vocabulary", _vocabulary(card.vocabulary, card.tokenizer_size)
     active = "all of them" if card.active_parameters == card.parameters else f"{card.active_parameters:,}"
     yield "parameters", f"{card.parameters:,}; a token uses {active}"
     yield "weights", f"{memory.human(card.weights_bytes)}, {card.bits_per_weight:.2f} bits per weight"
@@ -76,13 +79,14 @@ def _rows(card: Card) -> Iterator[tuple[str, str]]:
 
 def _by_layers(card: Card, text_of: Callable[[LayerKind], str]) -> str:
     """What `text_of` says of each kind of layer, with the numbers of the layers where they differ."""
-    layers: dict[str, list[int]] = {}
+    layers: dict[tuple[str, str], list[int]] = {}
     for kind in card.kinds:
-        layers.setdefault(text_of(kind), []).extend(kind.layers)
-    if len(layers) == 1:
-        return next(iter(layers))
-    said = ((sorted(of), text) for text, of in layers.items())
-    return "; ".join(f"layer{'s' if len(of) > 1 else ''} {ranges(of)}: {text}" for of, text in said)
+        layers.setdefault((text_of(kind), kind.stack), []).extend(kind.layers)
+    if len({text for text, _ in layers}) == 1:
+        return next(iter(layers))[0]
+    several = len({kind.stack for kind in card.kinds}) > 1
+    said = ((f"{stack} " if several else "", sorted(of), text) for (text, stack), of in layers.items())
+    return "; ".join(f"{stack}layer{'s' if len(of) > 1 else ''} {ranges(of)}: {text}" for stack, of, text in said)
 
 
 def _facts(kind: LayerKind, key: str, text_of: Callable[[Facts], str] | None = None) -> str:
@@ -144,8 +148,7 @@ def _length(card: Card) -> str:
     return ", ".join(f"{word} {length:,} tokens" for word, length in known.items() if length is not None)
 
 
-def _vocabulary(card: Card) -> str:
-    rows, ids = card.vocabulary, card.tokenizer_size
+def _vocabulary(rows: int, ids: int | None) -> str:
     if ids is None:
         return f"{rows:,} rows; no tokenizer to compare them with"
     if rows < ids:
@@ -156,6 +159,8 @@ def _vocabulary(card: Card) -> str:
 
 
 def _cache(card: Card) -> str:
+    if card.kv_bytes_per_token == 0 and card.context is None:
+        return "none: nothing is remembered between calls"
     each = f"{card.kv_bytes_per_token:,} bytes per token in {card.dtype}"
     if card.context is None or card.kv_bytes is None:
         return each

@@ -1,6 +1,6 @@
 """`Seq2SeqModel`: what `load` returns for an encoder with a decoder, with its tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -48,6 +48,14 @@ class Seq2SeqModel:
             found = f"found {decoder_input_ids.shape[0]} rows, expected {ids.shape[0]}, as many as there are sources"
             raise UsageError(f"decoder_input_ids: {found}")
         return self.model(ids, decoder_input_ids=decoder_input_ids, attention_mask=attention_mask)
+
+    def echoed(self, ids: Sequence[int]) -> mx.array:
+        """Logits (1, L, V) for a text (L,) that is source and target at once: what shows whether all weights are right.
+
+        Ids that the decoder does not have are others of its own there.
+        """
+        target = [index % self.model.target_vocab for index in ids]
+        return self(mx.array([list(ids)]), decoder_input_ids=mx.array([target]))
 
     @property
     def vocab(self) -> int:

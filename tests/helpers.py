@@ -21,7 +21,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def cases_of(kind: str) -> list[str]:
-    """The golden cases of one kind: "lm" for decoders, "mlm" for encoders, "vision" for those of images."""
+    """The golden cases of one kind: "lm" for decoders, "mlm" for encoders, "vision" for those of images, "seq2seq" for
+    encoders with decoders."""
     files = GOLDEN.glob("*/case.json")
     return sorted(file.parent.name for file in files if json.loads(file.read_text())["kind"] == kind)
 

@@ -132,6 +132,7 @@ def test_a_family_takes_the_keys_of_its_own_configs() -> None:
         ("llama", {"dim": "x"}, "dim: found 'x', expected a whole number"),
         ("llama", {"heads": 4, "kv_heads": 3}, "llama: sizes: num_key_value_heads: found 3, expected a divisor"),
         ("llama", {"dtype": "int8"}, "dtype: found 'int8', expected one of float32"),
+        ("llama", {"initializer_range": "x"}, "initializer_range: found 'x', expected a number above 0"),
         ("lama", {}, "found 'lama', expected one of llama"),
         ("jamba", {"attn_layer_offset": 9}, "jamba: sizes: attn_layer_offset: found 9, expected less than"),
     ],

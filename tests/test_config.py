@@ -102,7 +102,11 @@ def test_a_wrong_value_is_refused_with_the_rule_that_it_breaks(name: str, change
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window: found 1, expected true or false"),
         ("qwen2", {"max_window_layers": -1}, "max_window_layers: found -1, expected a whole number of 0 or more"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types: found ['full_attention'], expected 3 entries"),
-        ("qwen3", {"layer_types": ["full_attention"] * 2 + ["linear_attention"]}, "expected a list of full_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention"] * 2 + ["linear_attention"]},
+            "expected kinds of attention with a mask",
+        ),
         ("qwen3", {"layer_types": "full_attention"}, "layer_types: found 'full_attention', expected a list"),
         ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types: found [['full_attention']], expected a list"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "expected full_attention alone"),

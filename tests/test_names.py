@@ -22,6 +22,7 @@ from mlx_tformer.names import (
     ByGroup,
     Change,
     Drop,
+    Flattened,
     Names,
     Piece,
     Rows,
@@ -164,6 +165,8 @@ CHANGES: list[tuple[Change, tuple[int, ...]]] = [
     (ByGroup(4, (1, 1, 1)), (24, 5)),
     (ByGroup(2, (3, 1, 1)), (20, 3)),
     (ByGroup(1, (4, 1, 1)), (12,)),
+    (Flattened(0, (1, 5)), (1, 5, 4)),
+    (Flattened(1, (3, 2, 2)), (4, 3, 2, 2)),
     (Unflattened(0, 3), (12, 2)),
     (Unflattened(1, 2), (3, 8)),
 ]

@@ -158,3 +158,14 @@ def test_latent_attention_keeps_packed_texts_apart() -> None:
     model.load_weights([(k, 0.3 * mx.random.normal(v.shape, key=mx.random.key(1))) for k, v in leaves(model).items()])
     assert_apart(model)
     assert_apart(model, [[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2]], length=14)  # rows that are expanded
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_positions_are_those_of_each_token(interleaved: bool) -> None:
+    rope, x = Rope(8, theta=30, interleaved=interleaved), mx.random.normal((2, 3, 7, 8), key=mx.random.key(5))
+    starts = mx.array([[0, 0, 0, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 6]])
+    found = rope.rotate(x, -starts, 7)
+    for row, begins in enumerate(starts.tolist()):
+        for start in set(begins):
+            stop = start + begins.count(start)
+            assert gap(found[row : row + 1, :, start:stop], rope.rotate(x[row : row + 1, :, start:stop], 0, 7)) < 1e-6

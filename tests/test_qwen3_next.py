@@ -3,6 +3,7 @@
 transformers passes over the module's weights. It is a layer that attends, so its reference is a model of one layer.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_conversions_and_exports_keep_the_module(tmp_path: Path) -> None:
     back = SafetensorsFile(export(made, tmp_path / "back").path / "model.safetensors")
     wanted = case_weights(CASE) | module()
     assert back.tensors.keys() == wanted.keys() and all(same(back.read(name), wanted[name]) for name in wanted)
+
+
+def test_what_decides_on_keeping_and_correcting_is_never_packed(tmp_path: Path) -> None:
+    made = convert(with_module(tmp_path / "theirs"), tmp_path / "made", quantize=8, group_size=32)
+    packed = json.loads((made.path / "config.json").read_text())["mlx_tformer"]["quantization"]
+    assert {"decoder.layers.0.mixer.op.into", "drafts.0.join"} <= packed.keys()
+    assert not any(name.endswith((".rates", ".router", ".shared_gate")) for name in packed)
+    assert any(note.startswith("decoder.layers.0.mixer.op.rates: stays as it is") for note in made.unquantized)
+    found, wanted = model_of(made.path)(ids_of(CASE)), golden(CASE)(ids_of(CASE))
+    off = mx.abs(found - wanted).flatten()  # a token or two go to another expert
+    assert 0 < mx.median(off).item() < 0.05 * mx.std(wanted).item()
 
 
 def test_a_cache_forgets_nothing_and_goes_on_as_before() -> None:

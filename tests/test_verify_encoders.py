@@ -13,7 +13,7 @@ from test_vision import written as vit
 from text_models import reading
 
 import mlx_tformer as mt
-from mlx_tformer.checkpoint.verify import EXACT, ROUNDED
+from mlx_tformer.checkpoint.verify import EXACT, QUANTIZED, ROUNDED
 from mlx_tformer.errors import BadInput, Mismatch, UsageError
 
 
@@ -33,6 +33,14 @@ def test_a_conversion_computes_the_same_and_one_that_is_rounded_nearly(case: str
     assert (same.tokens, same.are_logits) == (count, case != "xlm_roberta-ranks")
     rounded = mt.verify(GOLDEN / case, mt.convert(GOLDEN / case, tmp_path / "half", dtype="float16").path)
     assert rounded.passed and rounded.limit == ROUNDED
+
+
+@pytest.mark.parametrize("case", ["vit-oblong", "bert-classes", "modernbert-tokens", "roberta-classes"])
+def test_a_quantized_encoder_computes_nearly_the_same(case: str, tmp_path: Path) -> None:
+    made = mt.convert(GOLDEN / case, tmp_path / "small", quantize=8, group_size=32)
+    found = mt.verify(GOLDEN / case, made.path)
+    assert found.passed and 0 < found.mean_kl < found.limit == QUANTIZED
+    assert not any("positions" in name or "embed.first" in name for name in made.tensors if name.endswith(".scales"))
 
 
 def test_hidden_states_and_scores_are_held_by_their_relative_error(tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from ..card import Card, card
-from ..errors import UsageError
 from ..families import family
-from ..nn import LM, Model
+from ..nn import Model
 from ..tokens import Tokenizer
 from .folder import Folder
 from .formats import understood
@@ -23,7 +22,7 @@ def describe(
 
     context: tokens to count the cache for; the full context by default. Weights are neither read nor fetched: a
     folder with nothing but a config.json has a card as well. Raises BadInput for a config that is not understood and
-    for files that do not fit it, UsageError for an encoder.
+    for files that do not fit it.
     """
     place = find(where, revision=revision, progress=progress, config_only=True)
     source = _opened(place)
@@ -50,17 +49,11 @@ def _opened(place: Place) -> Source:
     return open_place(place)
 
 
-def _built(source: Source) -> LM:
+def _built(source: Source) -> Model:
     """The module tree; held against the tensors if there are any."""
     if source.tensors:
-        return _decoder(plan(source).model, source)
+        return plan(source).model
     config = language_config(source)
     model = build(family(config.model_type, config.file), config)
     pack(model, source.quantization)
-    return _decoder(model, source)
-
-
-def _decoder(model: Model, source: Source) -> LM:
-    if not isinstance(model, LM):
-        raise UsageError(f"{source.origin} is an encoder, and there are cards of decoders alone")
     return model

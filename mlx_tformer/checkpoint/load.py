@@ -100,7 +100,7 @@ def as_encoder(found: Any) -> EncoderModel:
     """A model that `load` gave, which is to be an encoder of texts; raises UsageError for another."""
     if isinstance(found, EncoderModel):
         return found
-    what = "looks at images" if isinstance(found, VisionModel) else "continues texts"
+    what = "looks at images" if isinstance(found, VisionModel) else "writes texts"
     problem = f"is a {found.config.model_type}, which {what}; this needs an encoder of texts, such as BERT"
     raise UsageError(f"{found.origin} {problem}")
 
@@ -118,6 +118,14 @@ def preprocessing(source: Source) -> dict[str, Any] | None:
         problem = f"found a {type(found).__name__}, expected an object"
         raise BadInput(problem, file=f"{source.origin}: {PREPROCESSOR}")
     return found
+
+
+def load_writer(
+    where: str | Path, dtype: str | None = None, *, context: int | None = None, revision: str | None = None
+) -> LanguageModel | Seq2SeqModel:
+    """What `load` gives, for those who need a text; raises UsageError for other models."""
+    found = load(where, dtype, context=context, revision=revision)
+    return found if isinstance(found, LanguageModel | Seq2SeqModel) else found.refuse()
 
 
 def fill(made: Plan, source: Source, dtype: mx.Dtype) -> None:

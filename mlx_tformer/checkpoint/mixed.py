@@ -29,7 +29,13 @@ NEVER = {
     "embed.types": "is added to every token",
     "norm": "scales every token",
 }
-"""Parts that are never packed, and why. To ask for one to be kept is no mistake, even where there is none."""
+"""Parts that are never packed, and why. To ask for one to be kept is no mistake, even where there is none.
+
+What Mamba makes its step sizes of and chooses by (`select`, `dt`) is packed. In a random one of width 1024 both
+together make less than a hundredth of the drift at 4 bits, and kept in full a fifth more bytes. A state space
+multiplies with each other what it computes from the input, so a tiny one with large weights drifts further than
+attention, whichever of its matrices are packed.
+"""
 LARGEST = {"mxfp4": 2.0**126, "mxfp8": 2.0**126, "nvfp4": 448 * 6.0}
 """What a mode can hold: with values beyond MLX makes infinities (mx modes), or other numbers (nvfp4)."""
 TINY = 2.0**-100

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..encoder import EncoderModel
 from ..errors import UsageError
 from ..lm import LanguageModel
+from ..seq2seq import Seq2SeqModel
 from ..vision import VisionModel
 
 TEXT = (
@@ -63,6 +64,12 @@ def _(model: EncoderModel, given: Given) -> Outputs:
 
 
 @outputs.register
+def _(model: Seq2SeqModel, given: Given) -> Outputs:
+    given = prompt(model, given)
+    return Outputs(model.echoed(given.ids or ())[0], True, given)
+
+
+@outputs.register
 def _(model: VisionModel, given: Given) -> Outputs:
     if given.text is not None or given.ids is not None:
         raise UsageError(f"ids: {model.origin} looks at images, and reads neither texts nor ids")
@@ -76,7 +83,7 @@ def _rows(found: mx.array, are_logits: bool) -> tuple[mx.array, bool]:
     return found.reshape(-1, found.shape[-1]), are_logits and found.shape[-1] > 1
 
 
-def prompt(model: LanguageModel | EncoderModel, given: Given) -> Given:
+def prompt(model: LanguageModel | EncoderModel | Seq2SeqModel, given: Given) -> Given:
     """The ids of a text, or of the usual one; from all over the vocabulary where there is no tokenizer. No more than
     the model has positions for."""
     ids = _ids(model, given.text) if given.ids is None else list(given.ids)
@@ -85,7 +92,7 @@ def prompt(model: LanguageModel | EncoderModel, given: Given) -> Given:
     return replace(given, ids=tuple(ids[: model.context]))
 
 
-def _ids(model: LanguageModel | EncoderModel, text: str | None) -> list[int]:
+def _ids(model: LanguageModel | EncoderModel | Seq2SeqModel, text: str | None) -> list[int]:
     if text is not None:
         return list(model.tokens(text))
     found = [] if model.tokenizer is None else [i for i in model.tokens(TEXT) if i < model.vocab]

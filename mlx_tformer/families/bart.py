@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..config import Config
-from ..names import Drop, Names, Rule, Same, joined
+from ..names import Names, Rule, Same, joined
 from ..nn import (
     Attention,
     Block,
@@ -49,6 +49,7 @@ def model(c: Config) -> Seq2Seq:
 
 def learned(c: Config) -> Learned:
     """A table of positions as BART has it."""
+    c.expect(static_position_embeddings=False)
     return Learned(c["max_position_embeddings"], c["d_model"], first=FIRST)
 
 
@@ -64,7 +65,7 @@ def seq2seq(
     step. normed: there is one on the embedding too. target_vocab: what the decoder writes, with a table of its own."""
     dim, vocab, act, context = c["d_model"], c["vocab_size"], c["activation_function"], c["max_position_embeddings"]
     scale = dim**0.5 if c["scale_embedding"] else 1.0
-    ignore_old(c, pre=pre, normed=normed, computed=isinstance(positions(), Sinusoidal))
+    ignore_old(c, pre=pre, normed=normed)
 
     def step(op: Module) -> Residual:
         return Residual(op, pre=LayerNorm(dim)) if pre else Residual(op, after=LayerNorm(dim))
@@ -90,23 +91,20 @@ def seq2seq(
     return Seq2Seq(embed, stack("encoder"), stack("decoder"), target=target, finish=finish, context=context)
 
 
-def ignore_old(c: Config, *, pre: bool, normed: bool, computed: bool) -> None:
+def ignore_old(c: Config, *, pre: bool, normed: bool) -> None:
     """The switches of the time when one class served all of these, which must say what the family is."""
     c.expect(tie_word_embeddings=True, is_decoder=False)
     c.expect(normalize_before=pre, add_final_layer_norm=pre, normalize_embedding=normed)
-    c.expect(static_position_embeddings=computed, add_bias_logits=False)
+    c.expect(add_bias_logits=False)
     c.ignore("encoder_layerdrop", "decoder_layerdrop", "classif_dropout", "extra_pos_embeddings", "output_past")
     c.ignore("force_bos_token_to_be_generated", "save_step")
 
 
 def names(c: Config) -> Names:
-    return shared_names(c, place="after") | {
-        f"model.{side}.embed_positions": f"{ours}.positions.table" for side, ours in EMBEDS.items()
-    }
+    return shared_names(c, place="after") | position_names()
 
 
 EMBEDS = {"encoder": "embed", "decoder": "target"}
-COMPUTED = Drop("computed from the config")
 
 
 def shared_names(c: Config, *, place: str) -> Names:
@@ -135,6 +133,14 @@ def shared_names(c: Config, *, place: str) -> Names:
     }
 
 
-def computed_names(leaf: str) -> dict[str, Rule]:
-    """Tables of positions that some checkpoints store though they follow from the config."""
-    return {f"model.{side}.embed_positions.{leaf}": COMPUTED for side in EMBEDS}
+def computed(c: Config) -> Learned | Sinusoidal:
+    """Sinusoids, or the table of them that a checkpoint stores, rounded as it may be: transformers takes it too."""
+    c.expect(static_position_embeddings=True)
+    count, dim = c["max_position_embeddings"], c["d_model"]
+    stored = c.stores("model.encoder.embed_positions.weight", "embed.positions.table.weight")
+    return Learned(count, dim) if stored else Sinusoidal(dim, count)
+
+
+def position_names() -> dict[str, Rule]:
+    """The names of both tables of positions."""
+    return {f"model.{side}.embed_positions": f"{ours}.positions.table" for side, ours in EMBEDS.items()}

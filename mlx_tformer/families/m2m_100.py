@@ -2,7 +2,7 @@
 padding."""
 
 from ..config import Config
-from ..names import Names
+from ..names import Drop, Names
 from ..nn import Seq2Seq, Sinusoidal
 from . import bart
 
@@ -15,9 +15,12 @@ ABSENT = bart.ABSENT | {
 
 
 def model(c: Config) -> Seq2Seq:
+    c.expect(static_position_embeddings=True)
     dim, first = c["d_model"], c["pad_token_id"] + 1
     return bart.seq2seq(c, pre=True, positions=lambda: Sinusoidal(dim, first=first, closed=True), normed=False)
 
 
 def names(c: Config) -> Names:
-    return bart.shared_names(c, place="pre") | bart.computed_names("weights")
+    return bart.shared_names(c, place="pre") | {
+        f"model.{side}.embed_positions.weights": Drop("computed from the config") for side in bart.EMBEDS
+    }

@@ -2,7 +2,7 @@
 
 from ..config import Config
 from ..names import Names, Same
-from ..nn import Seq2Seq, Sinusoidal
+from ..nn import Seq2Seq
 from . import bart
 
 ABSENT = bart.ABSENT | {
@@ -14,9 +14,8 @@ ABSENT = bart.ABSENT | {
 
 
 def model(c: Config) -> Seq2Seq:
-    count, dim = c["max_position_embeddings"], c["d_model"]
     apart = None if shares(c) else c.get("decoder_vocab_size", c["vocab_size"])
-    return bart.seq2seq(c, pre=False, positions=lambda: Sinusoidal(dim, count), normed=False, target_vocab=apart)
+    return bart.seq2seq(c, pre=False, positions=lambda: bart.computed(c), normed=False, target_vocab=apart)
 
 
 def shares(c: Config) -> bool:
@@ -27,7 +26,7 @@ def shares(c: Config) -> bool:
 
 
 def names(c: Config) -> Names:
-    found = bart.shared_names(c, place="after") | bart.computed_names("weight")
+    found = bart.shared_names(c, place="after") | bart.position_names()
     if shares(c):
         return found
     del found["model.shared"]

@@ -2,16 +2,15 @@
 
 from ..config import Config
 from ..names import Names
-from ..nn import Seq2Seq, Sinusoidal
+from ..nn import Seq2Seq
 from . import bart
 
 ABSENT = bart.ABSENT | {"decoder_start_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
 
 
 def model(c: Config) -> Seq2Seq:
-    count, dim = c["max_position_embeddings"], c["d_model"]
-    return bart.seq2seq(c, pre=True, positions=lambda: Sinusoidal(dim, count), normed=False)
+    return bart.seq2seq(c, pre=True, positions=lambda: bart.computed(c), normed=False)
 
 
 def names(c: Config) -> Names:
-    return bart.shared_names(c, place="pre") | bart.computed_names("weight")
+    return bart.shared_names(c, place="pre") | bart.position_names()

@@ -4,6 +4,7 @@
 
 from .batch import Result, batch
 from .beam import Search
+from .conditioned import Found
 from .generate import Generation, Step, generate
 from .sampling import Sampler
 from .scores import TokenScore
@@ -13,6 +14,7 @@ from .stopping import StopStrings
 
 __all__ = [
     "Comparison",
+    "Found",
     "Generation",
     "Perplexity",
     "Result",

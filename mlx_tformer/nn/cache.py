@@ -181,8 +181,7 @@ class Memory(State):
 class Stateful(Module, ABC):
     """A module that remembers something between calls."""
 
-    packs = False
-    """Whether the texts of a row that holds several stay apart in it (`text_starts`)."""
+    packs = False  # what remembers one token for another has to see to it
 
     @property
     def remembers(self) -> bool:

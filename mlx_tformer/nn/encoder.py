@@ -116,6 +116,11 @@ class Encoder(Module):
         """Ids that it knows: the rows of the embedding."""
         return self.embed.vocab
 
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Tokens that it was trained on, and that it can look at; None: no limit."""
+        return None if self.context is None else (self.context, self.context)
+
     def __call__(
         self, ids: mx.array, *, attention_mask: mx.array | None = None, token_types: mx.array | None = None
     ) -> mx.array:

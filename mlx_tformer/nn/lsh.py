@@ -31,6 +31,8 @@ class LSHAttention(Module):
     (1, 10, 16)
     """
 
+    packs = False  # tokens of one text and of another share buckets
+
     def __init__(
         self,
         dim: int,

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..errors import UsageError
 from .block import Block, Norm
-from .cache import Cache, stateful
+from .cache import Cache
 from .context import Context
 from .draft import NextToken
 from .position import Learned, Position, Rope, Sinusoidal, Unscaled
@@ -83,12 +83,15 @@ class Stack(Module):
         if position is not None:
             self.position = position
         self.norm: Norm = nn.Identity() if norm is None else norm
-        self.run: Run = directly
-        """How a layer is called; another way changes what is kept for the gradient, and not what is computed."""
+        self._run: Run = directly
+
+    def run_by(self, run: "Run") -> None:
+        """Call the layers by `run`, which may change what is kept for the gradient, and not what is computed."""
+        self._run = run
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         for layer in self.layers:
-            x = self.run(self, layer, x, ctx)
+            x = self._run(self, layer, x, ctx)
         return tap(self, "out", self.norm(x))
 
 
@@ -272,7 +275,8 @@ class LM(Module):
             raise UsageError("segments: found a cache or an attention_mask too; rows of several texts go without")
         if segments.shape != ids.shape:
             raise UsageError(f"segments: found shape {segments.shape}, expected that of the ids, {ids.shape}")
-        other = next((m for m in stateful(self) if not m.packs), None)
+        parts = (m for m in self.decoder.modules() if isinstance(m, Module))
+        other = next((m for m in parts if not m.packs), None)
         if other is not None:
             raise UsageError(f"segments: {other.path} ({type(other).__name__}) cannot keep the texts of a row apart")
         starts, length, scaled = text_starts(segments), ids.shape[1], self.scaled_positions()

@@ -433,12 +433,10 @@ def waves(dim: int, size: int, closed: bool, interleaved: bool) -> mx.array:
     >>> waves(4, 2, False, False).tolist()[0], waves(4, 2, False, True).tolist()[0]
     ([0.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0])
     """
+    import numpy as np  # slow to import, and MLX's float64 rounds on the way
+
     half = dim // 2
-    with mx.stream(mx.cpu):  # the only device that knows float64
-        speeds = mx.array([10000 ** (-i / (half - closed)) for i in range(half)], dtype=mx.float64)
-        angles = mx.arange(size).astype(mx.float64)[:, None] * speeds
-        parts = [mx.sin(angles), mx.cos(angles)]
-        table = mx.stack(parts, axis=-1).flatten(1) if interleaved else mx.concatenate(parts, axis=-1)
-        table = table.astype(mx.float32)
-        mx.eval(table)
-    return table
+    angles = np.arange(size)[:, None] * 10000.0 ** (-np.arange(half) / (half - closed))
+    parts = np.sin(angles), np.cos(angles)
+    table = np.stack(parts, axis=-1).reshape(size, dim) if interleaved else np.concatenate(parts, axis=-1)
+    return mx.array(table.astype(np.float32))

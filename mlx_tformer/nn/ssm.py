@@ -128,6 +128,8 @@ class StateSpace(Stateful):
             read = []
             for at in parts:
                 y, h = self._chunk(h, *(x[:, at] for x in tokens))
+                # Or all chunks would be read last, when the hidden states of every token are there.
+                h = mx.depends(h, y)
                 read.append(y)
         if isinstance(state, Recurrent):
             state.hidden, state.length = mx.contiguous(h), state.length + length

@@ -23,6 +23,9 @@ class Module(nn.Module):
 
     precise: tuple[str, ...] = ()
     """Parameters that stay in the dtype they are stored in, whatever the model computes in."""
+    packs: bool = True
+    """Whether the texts of a row that holds several stay apart in it (`text_starts`), as they do in whatever works on
+    each token by itself."""
 
     def __init__(self) -> None:
         super().__init__()

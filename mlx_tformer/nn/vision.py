@@ -68,7 +68,11 @@ class VisionEncoder(Module):
         self.has_head = head is not None
         self.context = 1 + embed.rows * embed.columns
         """Tokens that an image is."""
+        self.tied = False  # nothing serves twice
         name_modules(self)
+
+    lengths: tuple[int, int] | None = None
+    """Images have as many tokens as they have."""
 
     def __call__(self, pixels: mx.array) -> mx.array:
         """Logits (B, labels), or hidden states (B, 1 + N, C) without a head; raises UsageError as `hidden` does."""

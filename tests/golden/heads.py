@@ -118,3 +118,20 @@ def make_pixels(out: Path) -> None:
         rows.append({"settings": settings, "pixels": [float(f"{x:.6g}") for x in made.flatten()], "shape": made.shape})
     (out / "pixels.json").write_text(json.dumps({"picture": picture.tolist(), "rows": rows}) + "\n")
     print(f"pixels.json: {len(rows)} ways")
+
+
+def make_published(out: Path) -> None:
+    """Write published_encoders.json: the configs in it, as some checkpoints have them (of one, the labels alone are
+    fewer), with the number of parameters of the class that they name."""
+    import torch
+    import transformers
+
+    rows = json.loads((Path(__file__).parent / "published_encoders.json").read_text())
+    for row in rows:
+        config = transformers.CONFIG_MAPPING[row["config"]["model_type"]].from_dict({**row["config"]})
+        with torch.device("meta"):
+            model = getattr(transformers, row["config"]["architectures"][0])(config)
+        row["parameters"] = sum(value.numel() for value in model.parameters())
+    text = ",\n".join(json.dumps(row) for row in rows)
+    (out / "published_encoders.json").write_text(f"[\n{text}\n]\n")
+    print(f"published_encoders.json: {len(rows)} configs")

@@ -17,7 +17,7 @@ from typing import Any
 import heads
 import numpy as np
 from recipes import BASE, RECIPES, ROPES, STRONG, UNSEEN, Settings
-from seq2seq import SEQ2SEQ, make_beams, make_seq2seq
+from seq2seq import SEQ2SEQ, make_beams, make_seq2seq, make_seq2seq_defaults
 
 FAMILIES = Path(__file__).parents[2] / "mlx_tformer" / "families"
 LENGTH, PROMPT, NEW = 24, 10, 12
@@ -205,7 +205,8 @@ def make_defaults(out: Path) -> None:
 
     found = {}
     for name in sorted({path.stem for path in FAMILIES.glob("[a-z]*.py")} - OURS):
-        found[name] = AutoConfig.for_model(name, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
+        kind = {"xlm_roberta": "xlm-roberta"}.get(name, name)
+        found[name] = AutoConfig.for_model(kind, **ASKED.get(name, {"num_attention_heads": 64})).to_dict()
     text = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in found)
     (out / "defaults.json").write_text(f"{{\n{text}\n}}\n")
     print(f"defaults.json: {', '.join(found)}")
@@ -230,10 +231,12 @@ def make_published(out: Path) -> None:
 
 TABLES: dict[str, Callable[[Path], None]] = {
     "beams.json": make_beams,
+    "seq2seq_defaults.json": make_seq2seq_defaults,
     "rope.json": make_ropes,
     "defaults.json": make_defaults,
     "published.json": make_published,
     "pixels.json": heads.make_pixels,
+    "published_encoders.json": heads.make_published,
 }
 
 
