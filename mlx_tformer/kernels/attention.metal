@@ -83,14 +83,10 @@ for (int j = begin + split * stretch + group; j < stop; j += GROUPS) {
     long ks_at = batch * k_scales_strides[0] + kv * k_scales_strides[1] + j * k_scales_strides[2];
     long kb_at = batch * k_biases_strides[0] + kv * k_biases_strides[1] + j * k_biases_strides[2];
     for (int e = 0; e < PER; ++e) {
-        int f = lane + 32 * e;
-        if (f < WIDTH) {
-            uint word = k[k_at + f * BITS / 32 * k_strides[3]] >> (f * BITS % 32) & ((1 << BITS) - 1);
-            key[e] = float(word) * float(k_scales[ks_at + f / PACK * k_scales_strides[3]]) +
-                     float(k_biases[kb_at + f / PACK * k_biases_strides[3]]);
-        } else {
-            key[e] = 0;
-        }
+        int f = lane + 32 * e;  // below WIDTH, since that is a number of whole groups of 32 or more
+        uint word = k[k_at + f * BITS / 32 * k_strides[3]] >> (f * BITS % 32) & ((1 << BITS) - 1);
+        key[e] = float(word) * float(k_scales[ks_at + f / PACK * k_scales_strides[3]]) +
+                 float(k_biases[kb_at + f / PACK * k_biases_strides[3]]);
     }
 #elif LATENT
     long k_at = batch * k_strides[0] + kv * k_strides[1] + j * k_strides[2];
@@ -116,16 +112,12 @@ for (int j = begin + split * stretch + group; j < stop; j += GROUPS) {
     long vb_at = batch * v_biases_strides[0] + kv * v_biases_strides[1] + j * v_biases_strides[2];
     for (int e = 0; e < OWN; ++e) {
         int f = lane + 32 * e;
-        if (f < VALUE) {
-            uint word = v[v_at + f * BITS / 32 * v_strides[3]] >> (f * BITS % 32) & ((1 << BITS) - 1);
-            value[e] = float(word) * float(v_scales[vs_at + f / PACK * v_scales_strides[3]]) +
-                       float(v_biases[vb_at + f / PACK * v_biases_strides[3]]);
-        } else {
-            value[e] = 0;
-        }
+        uint word = v[v_at + f * BITS / 32 * v_strides[3]] >> (f * BITS % 32) & ((1 << BITS) - 1);
+        value[e] = float(word) * float(v_scales[vs_at + f / PACK * v_scales_strides[3]]) +
+                   float(v_biases[vb_at + f / PACK * v_biases_strides[3]]);
     }
 #elif LATENT
-    for (int e = 0; e < OWN; ++e) value[e] = lane + 32 * e < VALUE ? key[e] : 0.0f;  // read once for both
+    for (int e = 0; e < OWN; ++e) value[e] = key[e];  // read once for both
 #else
     long v_at = batch * v_strides[0] + kv * v_strides[1] + j * v_strides[2];
     for (int e = 0; e < OWN; ++e) {

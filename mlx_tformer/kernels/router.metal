@@ -67,10 +67,9 @@ for (int t = 0; t < TOP; ++t) {
     float found = -INFINITY;
     int found_expert = EXPERTS;
     for (int i = 0; i < PER; ++i) {
-        int expert = lane + 32 * i;
-        if (expert < EXPERTS && choice[i] > found) {
+        if (choice[i] > found) {
             found = choice[i];
-            found_expert = expert;
+            found_expert = lane + 32 * i;
         }
     }
     float best = simd_max(found);

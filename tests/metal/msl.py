@@ -145,7 +145,7 @@ def build(text: str) -> Path:
         _run(
             [
                 *GPP.split(),
-                "-fsanitize=thread,bounds",
+                "-fsanitize=thread,bounds,integer-divide-by-zero",
                 "-I",
                 HERE / "shim",
                 "-c",

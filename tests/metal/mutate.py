@@ -31,6 +31,8 @@ TESTS = {
 }
 SHIFTED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&"}
 NOTHING, NOT_FOUND, CRASH = "changes nothing: ", "NOT FOUND", "the process ends"
+QUICK = 24
+"""Tests that a quick run tries for each fault."""
 LONGEST = 900
 """Seconds for one fault: a loop may have lost its end."""
 
@@ -105,8 +107,8 @@ def write(verdicts: dict[tuple[str, str, str], str]) -> None:
 class Planting:
     """A pytest plugin: the tests are collected once, and run in a fresh process for each fault, until one fails."""
 
-    def __init__(self, todo: list[Mutant], jobs: int, done: Callable[[Mutant, str], None]):
-        self.todo, self.jobs, self.done = todo, jobs, done
+    def __init__(self, todo: list[Mutant], jobs: int, most: int | None, done: Callable[[Mutant, str], None]):
+        self.todo, self.jobs, self.most, self.done = todo, jobs, most, done
         self.failed = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -147,7 +149,7 @@ class Planting:
 
         msl.metal_kernel, msl.clang = make, lambda: None  # clang takes most faults for sound
         msl.GPP = msl.GPP.replace("-O1", "-O0")  # each kernel runs once
-        for item in self.tests(mutant, session.items):
+        for item in self.tests(mutant, session.items)[: self.most]:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
             if self.failed:
                 break
@@ -164,6 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", help=f"out of {', '.join(TESTS)}")
     parser.add_argument("--again", action="store_true", help="plant those too that were found before")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"try the first {QUICK} tests alone, which find nearly all"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     import pytest
 
@@ -182,7 +187,7 @@ def main() -> None:
     files = sorted({str(HERE / name) for mutant in todo for name in TESTS[mutant.file]})
     options = ["-q", "-n0", "-p", "no:cacheprovider", "--tb=no", "-s"]
     if todo:
-        pytest.main([*options, *files], plugins=[Planting(todo, given.jobs, done)])
+        pytest.main([*options, *files], plugins=[Planting(todo, given.jobs, QUICK if given.quick else None, done)])
     missed = sum(verdicts.get(mutant.key, NOT_FOUND) == NOT_FOUND for mutant in every)
     print(f"{missed} faults were found by nothing")
     sys.exit(missed > 0)

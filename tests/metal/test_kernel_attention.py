@@ -56,6 +56,13 @@ def check(shape, asked, dtype=mx.float32, how=CUT, wanted=WANTED, width=WIDTH, v
     return found
 
 
+def test_equal_weights_come_in_the_order_of_their_keys():
+    q, k = mx.zeros((1, 1, 1, WIDTH)), mx.ones((1, 1, 11, WIDTH))
+    found = attention_statistics(q, Plain(k, k[..., :VALUE]), Asked(1.0), Wanted((), 3), CUT)
+    assert found.peak.item() == 0
+    assert found.top_keys.tolist() == [[[[0, 1, 2]]]]
+
+
 RULES = [(sight, []) for sight in cases.SIGHTS] + [("causal", [name]) for name in cases.OPTIONS]
 RULES += [("everything", ["padding"]), ("around", ["padding", "sinks"]), ("chunk", ["padding"])]
 
@@ -109,13 +116,6 @@ def test_heads_may_be_of_any_width(width, value):
 def test_the_largest_weights_come_in_order(top):
     shape = (1, 4, 2, 3, 5 if top == 8 else 30)  # fewer keys than are asked for, and more
     check(shape, cases.asked("causal", [], shape), wanted=Wanted((), top))
-
-
-def test_equal_weights_come_in_the_order_of_their_keys():
-    q, k = mx.zeros((1, 1, 1, WIDTH)), mx.ones((1, 1, 11, WIDTH))
-    found = attention_statistics(q, Plain(k, k[..., :VALUE]), Asked(1.0), Wanted((), 3), CUT)
-    assert found.peak.item() == 0
-    assert found.top_keys.tolist() == [[[[0, 1, 2]]]]
 
 
 def test_a_query_that_sees_nothing_gives_zeros():

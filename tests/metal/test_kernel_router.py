@@ -18,6 +18,7 @@ CASES = {
     "softmax first, then summing to one": (1, 60, Rules(4, normalise=True), False),
     "softmax of the chosen": (7, 32, Rules(4, "none", "softmax"), False),
     "sigmoid of the chosen": (3, 16, Rules(1, "none", "sigmoid"), False),
+    "sigmoid of the chosen, summing to one": (3, 16, Rules(2, "none", "sigmoid", normalise=True), False),
     "groups by their best": (4, 160, Rules(6, scale=16.0, groups=(8, 3, 1)), False),
     "correction and groups by two": (9, 256, Rules(8, "sigmoid", normalise=True, scale=2.5, groups=(8, 4, 2)), True),
     "correction": (3, 33, Rules(3, "sigmoid", normalise=True), True),
@@ -86,6 +87,14 @@ def test_of_equal_groups_the_first_are_kept():
     logits = mx.array([[1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, -1.0]])
     for how in (route, plain_route):
         assert how(logits, Rules(4, "none", groups=(4, 2, 2)))[1].tolist() == [[0, 2, 1, 3]]
+
+
+def test_equals_that_one_lane_holds_both_count_for_their_group():
+    logits = mx.zeros((1, 144))
+    logits[0, 0] = logits[0, 32] = 1.0  # together more than 1.5
+    logits[0, 100] = 1.5
+    for how in (route, plain_route):
+        assert how(logits, Rules(2, "none", groups=(2, 1, 2)))[1].tolist() == [[0, 32]]
 
 
 def test_any_order_of_threads_gives_the_same_bits():

@@ -164,6 +164,7 @@ BUGS = {
         "e <= PER; ++e) s +=",
         "index 2 is out of the bounds",
     ),
+    "division by zero": ("int stop =", "int stop = lane % (keys - 11) +", "division of whole numbers by zero"),
     "read of what nobody wrote": ("        best[group] = peak;\n", "", "'best'.* before anything was written"),
     "every lane writes the result": ("if (thread_index_in_threadgroup == 0)", "", "race: write of 'lse'"),
     "two threadgroups write the same place": ("ulong at = ulong(row)", "ulong at = ulong(0)", "race: write of 'out'"),
