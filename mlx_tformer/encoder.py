@@ -10,7 +10,7 @@ from .batches import Batch, Progress, Row, over
 from .config import Config
 from .errors import UsageError
 from .labels import Label, labelled, scores
-from .lm import check_ids
+from .lm import as_batch, check_ids
 from .nn import POOLS, Encoder, pooled
 from .tokens import Tokenizer, Tokens
 
@@ -49,15 +49,21 @@ class EncoderModel:
     notes: list[str] = field(default_factory=list)
 
     def __call__(
-        self, ids: mx.array, *, attention_mask: mx.array | None = None, token_types: mx.array | None = None
+        self,
+        ids: mx.array | Sequence[int],
+        *,
+        attention_mask: mx.array | None = None,
+        token_types: mx.array | None = None,
     ) -> mx.array:
         """What the checkpoint was made for, of `ids` (B, L): logits of labels, (B, labels) for a classifier of texts
         and (B, L, labels) for one of tokens; logits (B, L, V) of what stands at each token; or hidden states (B, L, C)
         without a head.
 
-        attention_mask (B, L) is 0 at padding, wherever it stands; token_types (B, L) tell the texts of a pair apart.
+        A list of ids, or what `tokens` gives, is a batch of one. attention_mask (B, L) is 0 at padding, wherever it
+        stands; token_types (B, L) tell the texts of a pair apart.
         Raises UsageError for ids, types, shapes and lengths that the model does not have.
         """
+        ids = as_batch(ids)
         self._check(ids, token_types)
         return self.model(ids, attention_mask=attention_mask, token_types=token_types)
 

@@ -12,7 +12,7 @@ from .generation.batch import Request, Result, batch
 from .generation.generate import Generation, Prompt, generate
 from .generation.scoring import Score, score
 from .generation.settings import recommended
-from .nn import LM, Cache
+from .nn import LM, WHOLE, Cache, Keeping
 from .tokens import Tokenizer, Tokens
 
 NO_LIMIT = 2**31 - 1
@@ -32,13 +32,14 @@ class LanguageModel:
     notes: list[str] = field(default_factory=list)
 
     def __call__(
-        self, ids: mx.array, cache: Cache | None = None, *, attention_mask: mx.array | None = None
+        self, ids: mx.array | Sequence[int], cache: Cache | None = None, *, attention_mask: mx.array | None = None
     ) -> mx.array:
         """Logits (B, L, V) of the next token after each of `ids` (B, L), which follow what `cache` remembers.
 
-        `attention_mask` (B, L) is 0 at padding in front of a text. Raises UsageError for ids that the model does
-        not have.
+        A list of ids, or what `tokens` gives, is a batch of one. `attention_mask` (B, L) is 0 at padding in front of a
+        text. Raises UsageError for ids that the model does not have.
         """
+        ids = as_batch(ids)
         check_ids(ids, self.vocab)
         return self.model(ids, cache, attention_mask=attention_mask)
 
@@ -72,9 +73,9 @@ class LanguageModel:
         """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
         return recommended(self.generation_config, self.origin)
 
-    def new_cache(self, context: int = 0) -> Cache:
-        """An empty cache, for a text that is planned to have `context` tokens."""
-        return self.model.new_cache(context)
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
+        """An empty cache, for a text that is planned to have `context` tokens; `how` much of it is kept."""
+        return self.model.new_cache(context, how)
 
     def tokens(self, text: str) -> Tokens:
         """The ids of a text; `.table()` shows them."""
@@ -102,6 +103,11 @@ class LanguageModel:
         if self.tokenizer is None:
             raise UsageError(f"{self.origin} has no tokenizer; give ids instead of text")
         return self.tokenizer
+
+
+def as_batch(ids: mx.array | Sequence[int]) -> mx.array:
+    """Ids as a model takes them, (B, L): a list of them is one text."""
+    return ids if isinstance(ids, mx.array) else mx.array([list(ids)])
 
 
 def check_ids(ids: mx.array, vocab: int) -> None:

@@ -14,7 +14,7 @@ from .generation.conditioned import generate
 from .generation.generate import Generation, Prompt
 from .generation.rules import Rules, rules_of
 from .generation.settings import recommended
-from .lm import NO_LIMIT, check_ids
+from .lm import NO_LIMIT, as_batch, check_ids
 from .nn import Cache, Seq2Seq
 from .tokens import Tokenizer, Tokens
 
@@ -35,13 +35,18 @@ class Seq2SeqModel:
     notes: list[str] = field(default_factory=list)
 
     def __call__(
-        self, ids: mx.array, *, decoder_input_ids: mx.array, attention_mask: mx.array | None = None
+        self,
+        ids: mx.array | Sequence[int],
+        *,
+        decoder_input_ids: mx.array | Sequence[int],
+        attention_mask: mx.array | None = None,
     ) -> mx.array:
         """Logits (B, L, V) of the next token after each of `decoder_input_ids` (B, L), given a source `ids` (B, S).
 
-        attention_mask (B, S) is 0 at padding of the source, wherever that stands. Raises UsageError for ids that the
-        model does not have, and for shapes that do not go together.
+        A list of ids is a batch of one. attention_mask (B, S) is 0 at padding of the source, wherever that stands.
+        Raises UsageError for ids that the model does not have, and for shapes that do not go together.
         """
+        ids, decoder_input_ids = as_batch(ids), as_batch(decoder_input_ids)
         check_ids(ids, self.vocab)
         check_ids(decoder_input_ids, self.model.target_vocab)
         if ids.shape[0] != decoder_input_ids.shape[0]:

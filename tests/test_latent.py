@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Array, f64, linear, rms_norm
 
-from mlx_tformer.nn import KV, Attention, Cache, Causal, Context, LatentAttention, Rope, Window, latent
+from mlx_tformer.nn import KV, Attention, Cache, Causal, Context, LatentAttention, Rope, Window, latent, watch
 from mlx_tformer.nn.tap import name_modules
 
 B, L, DIM = 2, 13, 32
@@ -134,16 +134,28 @@ def test_the_latent_and_one_rotary_key_are_all_that_is_remembered() -> None:
 
 
 def test_a_step_never_makes_keys_and_values_of_all_heads() -> None:
-    """Its one key head is the latent and the rotary key, (B, 1, S, rank + rotary)."""
+    """It attends over the latents, (B, 1, S, rank)."""
     layer = layer_of("rotary")
-    with seen("*") as absorbed:
+    with seen("*.??*") as absorbed:  # all but q, k, v and z
         layer(X[:, :1])
-    with seen("*") as expanded:
-        layer(X)
-    assert absorbed[".k"].shape == (B, 1, 1, 16) and absorbed[".q"].shape == (B, 3, 1, 16)
-    assert expanded[".k"].shape == (B, 3, L, 10) and expanded[".v"].shape == (B, 3, L, 10)
-    assert absorbed[".latent"].shape == (B, 1, 1, 12) and absorbed[".z"].shape == (B, 3, 1, 10)
-    assert ".v" not in absorbed
+    assert absorbed[".values"].shape == (B, 1, 1, 12) and ".v" not in absorbed
+    assert absorbed[".latent"].shape == (B, 1, 1, 12) and absorbed[".result"].shape == (B, 3, 1, DIM)
+
+
+@pytest.mark.parametrize("length", [3, L])
+def test_a_watcher_sees_keys_and_values_of_all_heads_and_a_step_takes_them_only_if_they_changed(length: int) -> None:
+    layer, x = layer_of("rotary"), X[:, :length]
+    plain = layer(x)
+    with seen("*.[qkv]") as found:
+        assert mx.array_equal(layer(x), plain).item()
+    assert {path: value.shape for path, value in found.items()} == dict.fromkeys((".q", ".k", ".v"), (B, 3, length, 10))
+    with watch("*.[qkv]", lambda path, value: 1 * value):
+        assert gap(layer(x), plain) < 1e-5
+    with watch("*.v", lambda path, value: 2 * value), seen("*.z") as doubled:
+        layer(x)
+    with seen("*.z") as once:
+        layer(x)
+    assert gap(doubled[".z"], 2 * once[".z"]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

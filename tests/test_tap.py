@@ -15,11 +15,13 @@ CASE = "qwen3"
 IDS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 LAYER = "decoder.layers.1.attn.op"
 PLACES = [
-    *(f"attn.op.{name}" for name in ("q", "k", "v", "scores", "pattern", "z")),
+    *(f"attn.op.{name}" for name in ("q", "k", "v", "scores", "pattern", "z", "result")),
     *(f"mlp.op.{name}" for name in ("gate", "up", "hidden")),
-    *("attn.delta", "attn.out", "mlp.delta", "mlp.out", "out"),
+    *("in", "attn.in", "attn.delta", "attn.out", "mlp.in", "mlp.delta", "mlp.out", "out"),
 ]
 """What a layer offers."""
+WITNESSES = {"attn.op.values", "attn.op.fused"}
+"""What its pattern may be held against."""
 
 
 def named(path: str) -> Module:
@@ -34,7 +36,7 @@ def named(path: str) -> Module:
 def test_every_activation_of_a_layer_is_offered_under_its_path() -> None:
     with seen("decoder.layers.1.*") as found:
         golden(CASE)(IDS)
-    assert {path.removeprefix("decoder.layers.1.") for path in found} == set(PLACES)
+    assert {path.removeprefix("decoder.layers.1.") for path in found} == {*PLACES, *WITNESSES}
 
 
 def test_activations_come_in_the_order_in_which_they_are_computed() -> None:
@@ -42,7 +44,8 @@ def test_activations_come_in_the_order_in_which_they_are_computed() -> None:
         golden(CASE)(IDS)
     layers = [path for path in found if re.fullmatch(r"decoder\.layers\.\d+\.out", path)]
     assert layers == [f"decoder.layers.{i}.out" for i in range(3)]
-    assert next(iter(found)) == "embed.out" and list(found)[-2] == "decoder.out"
+    assert list(found)[:5] == ["embed.slots", "embed.ids", "embed.out", "decoder.slots", "decoder.left"]
+    assert list(found)[-2] == "decoder.out"
     assert list(found)[-1].endswith("logits")
 
 
@@ -169,6 +172,17 @@ def test_nothing_is_left_behind_when_a_watcher_or_the_block_raises(raised: type[
         raise raised
     assert not wanted(named(LAYER), "pattern")
     assert mx.array_equal(m(IDS), plain).item()
+
+
+def test_the_last_watchers_see_what_the_others_leave_however_early_they_came() -> None:
+    module, found = named("a"), []
+    with (
+        watch("a.x", lambda path, value: found.append(value.item()), last=True),
+        watch({"a.x", "a.y"}, lambda path, value: value + 1),
+        watch({"a.y"}, lambda path, value: value * 100),
+    ):
+        tap(module, "x", mx.array(1.0))
+    assert found == [2.0]
 
 
 def test_a_watch_is_of_the_thread_that_made_it() -> None:

@@ -7,7 +7,7 @@ from ..config import Config
 from ..names import Moved, Names, Transposed, first, joined
 from ..nn import LM, Attention, Experts, GatedMlp, Mixture, Position, Rope, Router, UnitRMSNorm
 from ..nn.position import places
-from ..nn.tap import Module
+from ..nn.tap import Module, tap
 from . import llama
 
 ABSENT = {
@@ -61,7 +61,8 @@ class WeighedBefore(Mixture):
     def routed(self, x: mx.array, weights: mx.array, chosen: mx.array) -> mx.array:
         top = chosen.shape[-1]
         x = mx.repeat(x, top, axis=0) * weights.reshape(-1, 1).astype(x.dtype)  # (N * top, C)
-        return mx.unflatten(self.experts(x, chosen.reshape(-1, 1))[:, 0], 0, (-1, top)).sum(axis=1)
+        said = mx.unflatten(self.experts(x, chosen.reshape(-1, 1))[:, 0], 0, (-1, top))  # (N, top, C)
+        return tap(self, "said", said).sum(axis=1)
 
 
 def model(c: Config) -> LM:

@@ -1,7 +1,8 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `mask`, `position`, `relative`, `cache`, `context`, `attention`, `cross`, `latent`, `ssm`,
-`delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
+Read in this order: `tap`, `spectator`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`,
+`cross`, `latent`, `ssm`, `delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`,
+`vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear
@@ -14,14 +15,17 @@ from .cross import CrossAttention
 from .delta import GatedDelta
 from .draft import NextToken
 from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
+from .keeping import WHOLE, Keeping
 from .latent import LatentAttention
+from .linear import matrix
 from .linear_attention import LinearAttention
 from .lsh import LSHAttention
-from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
+from .mask import Around, Causal, Chunk, Everything, Mask, Recent, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
 from .moe import ExpertLinear, Experts, Groups, Mixture, PlainExperts, Router
 from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
+from .packed import KeptKV, PackedKV
 from .position import (
     Alibi,
     DynamicNTK,
@@ -38,6 +42,7 @@ from .position import (
 )
 from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
+from .spectator import Call, Places, spectate, spectators
 from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
 from .vision import Patches, VisionEncoder
@@ -50,6 +55,7 @@ __all__ = [
     "KV",
     "LM",
     "POOLS",
+    "WHOLE",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -57,6 +63,7 @@ __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "Call",
     "Causal",
     "Chunk",
     "Classifier",
@@ -75,6 +82,8 @@ __all__ = [
     "GatedNorm",
     "Groups",
     "Identity",
+    "Keeping",
+    "KeptKV",
     "LSHAttention",
     "LatentAttention",
     "LayerNorm",
@@ -96,11 +105,14 @@ __all__ = [
     "Multipliers",
     "NextToken",
     "NormedGate",
+    "PackedKV",
     "Parallel",
     "Patches",
+    "Places",
     "PlainExperts",
     "Position",
     "RMSNorm",
+    "Recent",
     "Recurrent",
     "RelativeBias",
     "Residual",
@@ -125,7 +137,10 @@ __all__ = [
     "WindowKV",
     "Yarn",
     "attend",
+    "matrix",
     "pooled",
+    "spectate",
+    "spectators",
     "stateful",
     "tap",
     "visible",

@@ -1,13 +1,20 @@
 """Attention: many heads, grouped heads, one head; and `attend`, the one place where scores become outputs."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from .. import kernels
+from ..errors import UsageError
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .keeping import Keeping
+from .linear import matrix
 from .mask import Causal, Mask, window_of
+from .packed import KeptKV, PackedKV, packed_bytes
 from .position import Position
+from .spectator import Call, Places, spectators
 from .tap import Module, tap, wanted
 
 
@@ -26,6 +33,7 @@ class Attention(Stateful):
     (1, 5, 32)
     """
 
+    sites = ("q", "k", "v", "scores", "pattern", "z", "result")
     packs = True
 
     def __init__(
@@ -78,6 +86,24 @@ class Attention(Stateful):
         kept = tokens if window is None else min(tokens, window)
         return 2 * self.kv_heads * self.head_dim * kept * dtype.size
 
+    def kept_state(self, how: Keeping) -> State:
+        window = window_of(self.mask)
+        if how.size is not None and how.bounds(window):
+            if how.keep and self.position.bias(range(1), range(1), None) is not None:
+                raise UsageError(
+                    "kv_keep: positions that add to the scores (ALiBi, T5) cannot skip tokens; leave it out"
+                )
+            return KeptKV(how.size, how.keep) if how.keep else WindowKV(how.size)
+        return PackedKV(how.bits, how.start) if how.bits is not None and window is None else self.new_state()
+
+    def kept_bytes(self, tokens: int, dtype: mx.Dtype, how: Keeping) -> int:
+        window = window_of(self.mask)
+        if how.size is not None and how.bounds(window):
+            return self.state_bytes(min(tokens, how.size), dtype)
+        if how.bits is not None and window is None and tokens > how.start:
+            return 2 * tokens * packed_bytes(self.kv_heads, self.head_dim, how.bits, dtype)
+        return self.state_bytes(tokens, dtype)
+
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
         q, k, v, gate = self._heads(self.qkv(x))
@@ -85,10 +111,11 @@ class Attention(Stateful):
             x if self.clip is None else mx.clip(x, -self.clip, self.clip) for x in (self.q_norm(q), self.k_norm(k), v)
         )
         q, k = self.position.turn(q, k, ctx.offset, ctx.context)
-        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
-        state = ctx.state(self.path)
+        q, state = tap(self, "q", q), ctx.state(self.path)
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
+            q = state.turn(q)
+        k, v = self._offered("k", k, state), self._offered("v", v, state)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
         z = attend(
@@ -102,9 +129,19 @@ class Attention(Stateful):
             distances=self.position.distances,
             softcap=self.softcap,
             sinks=sinks,
+            at=ctx.places(k.shape[2]),
+            packed=state.as_keys() if isinstance(state, PackedKV) else None,
         )
-        z = z if gate is None else z * mx.sigmoid(gate)
-        return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
+        z = state.turn_back(z) if isinstance(state, KV) else z
+        return joined_heads(self, z if gate is None else z * mx.sigmoid(gate), self.out)
+
+    def _offered(self, name: str, x: mx.array, state: State | None) -> mx.array:
+        """Keys or values for watchers, turned back if the cache has turned them."""
+        if not isinstance(state, KV) or not wanted(self, name):
+            return tap(self, name, x)
+        shown = state.turn_back(x)
+        changed = tap(self, name, shown)
+        return x if changed is shown else state.turn(changed)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
         """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D), and the gate (B, H, L, D) if there is one"""
@@ -112,6 +149,19 @@ class Attention(Stateful):
         queries = self.heads * (1 + self.gated)
         q, k, v = mx.split(heads, [queries, queries + self.kv_heads], axis=1)
         return (q[:, ::2], k, v, q[:, 1::2]) if self.gated else (q, k, v, None)
+
+
+def joined_heads(module: Module, z: mx.array, out: nn.Module) -> mx.array:
+    """What the heads say together, (B, H, L, D) -> (B, L, C). What each of them says, `result` (B, H, L, C), is worked
+    out only for a watcher, and added up only if that changes it."""
+    z = tap(module, "z", z)
+    if wanted(module, "result"):
+        shares = mx.unflatten(matrix(out), 1, (z.shape[1], -1)).transpose(1, 2, 0)  # (C, H * D) -> (H, D, C)
+        each = z @ shares.astype(z.dtype)
+        said = tap(module, "result", each)
+        if said is not each:
+            return said.sum(axis=1) + out["bias"] if "bias" in out else said.sum(axis=1)
+    return out(z.swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
 
 
 def attend(
@@ -126,26 +176,54 @@ def attend(
     distances: kernels.Distances | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
+    at: Places | None = None,
+    packed: kernels.Packed | None = None,
 ) -> mx.array:
     """softmax(scale · q kᵀ + bias) v over what `mask` lets be seen; q (B, H, L, D), k (B, K, S, D) and v (B, K, S, E)
     -> (B, H, L, E).
 
     bias: (H, L, S), added to the scores; distances: the same by distance, where it can be told so. softcap: scores
-    become softcap · tanh(score / softcap). sinks: (H,), one more score in each softmax, whose weight goes nowhere.
-    Fused, by MLX or by a kernel of `kernels`, unless somebody watches the scores or the pattern of this module, or
-    scores are capped where no kernel of ours runs: then the explicit twin, which gives the same. A query that sees
-    nothing gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
+    become softcap · tanh(score / softcap). sinks: (H,), one more score in each softmax, whose weight goes nowhere. at:
+    where queries and keys stand, for those who count them; None: the queries are the last tokens of the keys' text.
+    packed: k and v as they are kept, for a kernel that reads them so. Fused, by MLX or by a kernel of `kernels`, unless
+    somebody watches the scores or the pattern of this module, or scores are capped where no kernel of ours runs: then
+    the explicit twin, which gives the same. A query that sees nothing gets zeros. The softmax is taken in float32, and
+    k and v are not repeated for grouped heads.
+
+    Whoever sees the pattern may hold it against two more taps: `values` (v) and `fused`, what the fused path gives, or
+    `repeated` where there is none.
     """
+    for see in spectators():
+        places = Places.plain(q.shape[2], k.shape[2]) if at is None else at
+        see(Call(module.path, q, k, v, scale, mask, bias, softcap, sinks, places))
     shown = wanted(module, "scores") or wanted(module, "pattern")
     if not shown and (bias is None or distances is not None):
-        keys, asked = kernels.Plain(k, v), asked_of(scale, mask, distances, softcap, sinks)
-        if kernels.chosen_for(q, keys, asked):
-            return kernels.attention(q, keys, asked)
+        z = _by_kernel(q, k, v, packed, asked_of(scale, mask, distances, softcap, sinks))
+        if z is not None:
+            return z
     if shown or softcap is not None:
-        return _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+        z = _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
+        if wanted(module, "fused"):
+            tap(module, "values", v)
+            proof = fused if softcap is None else partial(repeated, softcap=softcap)
+            tap(module, "fused", proof(q, k, v, scale, mask, bias, sinks))
+        return z
+    return fused(q, k, v, scale, mask, bias, sinks)
+
+
+def fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    bias: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention without a cap by MLX's kernel, which keeps no scores; the arguments are those of `attend`."""
     added = mask
     if bias is not None:
-        seen = _booleans(mask, q, k)
+        seen = booleans(mask, q, k)
         added = (bias if seen is None else mx.where(seen, bias, -mx.inf)).astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
     z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=added, sinks=sinks)
@@ -165,6 +243,43 @@ def asked_of(
     return kernels.Asked(scale, sight, softcap, distances, seen, sinks=sinks)
 
 
+def _by_kernel(
+    q: mx.array, k: mx.array, v: mx.array, packed: kernels.Packed | None, asked: kernels.Asked
+) -> mx.array | None:
+    """Attention by a kernel of ours, if one is chosen for it."""
+    if packed is not None:
+        wide = mx.pad(q, [(0, 0)] * 3 + [(0, packed.width - q.shape[3])])  # whole groups, as the keys
+        if kernels.chosen_for(wide, packed, asked):
+            return kernels.attention(wide, packed, asked)[..., : v.shape[3]]
+    keys = kernels.Plain(k, v)
+    return kernels.attention(q, keys, asked) if kernels.chosen_for(q, keys, asked) else None
+
+
+def repeated(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    bias: mx.array | None,
+    sinks: mx.array | None,
+    softcap: float,
+) -> mx.array:
+    """Attention with a cap once more, by another way than its explicit twin, to hold that against: a copy of k and v
+    for each head, a mask that is added, a sink that is a key of its own; the arguments are those of `attend`."""
+    k, v = (mx.repeat(x, q.shape[1] // x.shape[1], axis=1).astype(mx.float32) for x in (k, v))
+    scores = softcap * mx.tanh(scale * (q.astype(mx.float32) @ k.swapaxes(2, 3)) / softcap)
+    scores = scores if bias is None else scores + bias
+    seen = booleans(mask, q, k)
+    scores = scores if seen is None else scores + mx.where(seen, 0, -mx.inf)
+    if sinks is not None:
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))], axis=-1)
+        v = mx.pad(v, [(0, 0), (0, 0), (0, 1), (0, 0)])
+    top = mx.maximum(scores.max(axis=-1, keepdims=True), -1e30)
+    weights = mx.exp(scores - top)
+    return weights @ v / mx.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+
+
 def _explicit(
     module: Module,
     q: mx.array,
@@ -177,16 +292,20 @@ def _explicit(
 ) -> mx.array:
     """Attention written out for scaled q, with taps on the scores (B, H, L, S) before the softmax and the pattern
     after it."""
+    scores, seen = scores_of(q, k, bias, softcap), booleans(mask, q, k)
+    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
+    shown = mx.where(scores == -mx.inf, 0, _softmax(scores, sinks))  # 0 / 0 where all keys of a row are hidden
+    pattern = tap(module, "pattern", shown).astype(v.dtype)
+    return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
+
+
+def scores_of(q: mx.array, k: mx.array, bias: mx.array | None, softcap: float | None) -> mx.array:
+    """Scores (B, H, L, S) in float32 of scaled q, those of hidden keys too."""
     grouped = mx.unflatten(q, 1, (k.shape[1], -1))  # (B, K, H / K, L, D)
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).flatten(1, 2).astype(mx.float32)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    seen = _booleans(mask, q, k)
-    scores = _where_seen(seen, tap(module, "scores", _where_seen(seen, scores, -mx.inf)), -mx.inf)
-    pattern = tap(module, "pattern", _where_seen(seen, _softmax(scores, sinks), 0)).astype(v.dtype)
-    return (mx.unflatten(pattern, 1, (k.shape[1], -1)) @ v[:, :, None]).flatten(1, 2)
+    return scores if bias is None else scores + bias
 
 
 def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
@@ -203,7 +322,7 @@ def _where_seen(seen: mx.array | None, values: mx.array, otherwise: float) -> mx
     return values if seen is None else mx.where(seen, values, otherwise)
 
 
-def _booleans(mask: mx.array | str | None, q: mx.array, k: mx.array) -> mx.array | None:
+def booleans(mask: mx.array | str | None, q: mx.array, k: mx.array) -> mx.array | None:
     """A mask as an array, where True is seen."""
     if not isinstance(mask, str):
         return mask

@@ -26,6 +26,8 @@ class Residual(Module):
     norm left out does nothing.
     """
 
+    sites = ("in", "delta", "out")
+
     def __init__(
         self,
         op: Op,
@@ -43,7 +45,7 @@ class Residual(Module):
 
     def delta(self, x: mx.array, ctx: Context) -> mx.array:
         """What this step adds to the residual stream, (B, L, C)."""
-        delta = self.post(self.op(self.pre(x), ctx))
+        delta = self.post(self.op(tap(self, "in", self.pre(x)), ctx))
         return tap(self, "delta", delta if self.scale == 1.0 else delta * self.scale)
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
@@ -52,6 +54,8 @@ class Residual(Module):
 
 class Block(Module):
     """Named residual steps, run in order: `Block(attn=Residual(...), mlp=Residual(...))`."""
+
+    sites = ("in", "out")
 
     def __init__(self, **steps: Residual):
         super().__init__()
@@ -65,6 +69,7 @@ class Block(Module):
         return [self[name] for name in self.order]
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        x = tap(self, "in", x)
         for step in self.steps:
             x = step(x, ctx)
         return tap(self, "out", x)
@@ -83,6 +88,7 @@ class Parallel(Block):
         self.beside = len(steps) if beside is None else beside
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        x = tap(self, "in", x)
         read = self.pre(x)
         x = sum([step.delta(read, ctx) for step in self.steps[: self.beside]], x)
         for step in self.steps[self.beside :]:

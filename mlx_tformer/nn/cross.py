@@ -4,9 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
-from .attention import attend
+from .attention import attend, joined_heads
 from .cache import Memory, State, Stateful
 from .context import Context
+from .spectator import Places
 from .tap import tap
 
 
@@ -22,6 +23,8 @@ class CrossAttention(Stateful):
     >>> CrossAttention(32, heads=4)(x, Context.alone(x, memory)).shape
     (1, 3, 32)
     """
+
+    sites = ("q", "k", "v", "scores", "pattern", "z", "result")
 
     def __init__(
         self,
@@ -57,9 +60,11 @@ class CrossAttention(Stateful):
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
         q = tap(self, "q", self._heads(self.q(x)))  # (B, H, L, D)
         k, v = self._memory(ctx, x.shape[1])
+        k, v = tap(self, "k", k), tap(self, "v", v)
         mask = None if ctx.memory_real is None else ctx.memory_real[:, None, None]  # (B, 1, 1, S)
-        z = attend(self, q, k, v, scale=self.scale, mask=mask)
-        return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))  # (B, L, H * D) -> (B, L, C)
+        at = Places(range(ctx.start, ctx.start + ctx.length), range(k.shape[2]))
+        z = attend(self, q, k, v, scale=self.scale, mask=mask, at=at)
+        return joined_heads(self, z, self.out)
 
     def _memory(self, ctx: Context, length: int) -> tuple[mx.array, mx.array]:
         """Keys and values (B, K, S, D) of the memory: those that are kept, or new ones."""
@@ -71,7 +76,6 @@ class CrossAttention(Stateful):
         if ctx.memory is None:
             raise UsageError("memory: found none; cross-attention wants what an encoder made of a text")
         k, v = mx.split(self._heads(self.kv(ctx.memory)), 2, axis=1)
-        k, v = tap(self, "k", k), tap(self, "v", v)
         if isinstance(state, Memory):
             state.keys, state.values = k, v
         return k, v

@@ -27,6 +27,8 @@ class GatedDelta(StateSpace):
     (1, 5, 16)
     """
 
+    sites = ("q", "k", "v", "decay", "write", "hidden", "z")
+
     precise = ("a_log", "dt_bias")
 
     def __init__(

@@ -24,6 +24,8 @@ class NextToken(Apart):
     (1, 3, 16)
     """
 
+    sites = ("out", "logits")
+
     def __init__(
         self,
         dim: int,

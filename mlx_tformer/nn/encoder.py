@@ -17,6 +17,8 @@ class TokenHead(Module):
     BERT's `cls.predictions` (Devlin et al. 2018, arXiv 1810.04805).
     """
 
+    sites = ("out",)
+
     def __init__(self, dim: int, vocab: int, norm: Norm, act: str = "gelu", *, dense_bias: bool = True):
         super().__init__()
         self.dense = nn.Linear(dim, dim, dense_bias)
@@ -33,6 +35,8 @@ class Classifier(Module):
     pool: how hidden states become that vector, see `POOLS`; None: each token by itself. Without a `dense` the last
     matrix reads hidden states as they are. BERT's pooler and classifier, and RoBERTa's, DistilBERT's and ModernBERT's.
     """
+
+    sites = ("pooled", "logits")
 
     def __init__(
         self,
@@ -91,6 +95,8 @@ class Encoder(Module):
     >>> model(mx.array([[1, 2, 3]])).shape
     (1, 3, 16)
     """
+
+    sites = ("logits",)
 
     def __init__(
         self,

@@ -10,11 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import kernels
-from .attention import asked_of, attend
-from .cache import KV, State, Stateful
+from .attention import asked_of, attend, joined_heads
+from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .keeping import Keeping
 from .mask import Causal, Mask
+from .packed import KeptKV
 from .position import Position
+from .spectator import Places, spectators
 from .tap import tap, wanted
 
 ABSORBED_UP_TO = 8
@@ -33,6 +36,7 @@ class LatentAttention(Stateful):
     (1, 5, 32)
     """
 
+    sites = ("latent", "q", "k", "v", "scores", "pattern", "z", "result")
     packs = True
 
     def __init__(
@@ -77,6 +81,15 @@ class LatentAttention(Stateful):
     def state_bytes(self, tokens: int, dtype: mx.Dtype) -> int:
         return (self.rank + self.rotary) * tokens * dtype.size
 
+    def kept_state(self, how: Keeping) -> State:
+        """Latents are not packed: they are small, and everything is made of them."""
+        if how.size is not None:
+            return KeptKV(how.size, how.keep) if how.keep else WindowKV(how.size)
+        return self.new_state()
+
+    def kept_bytes(self, tokens: int, dtype: mx.Dtype, how: Keeping) -> int:
+        return self.state_bytes(tokens if how.size is None else min(tokens, how.size), dtype)
+
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
         q, latent, turning = self._projected(x)
@@ -87,9 +100,8 @@ class LatentAttention(Stateful):
             latent, turning = state.append(latent, turning)  # (B, 1, S, rank), (B, 1, S, rotary)
         latent = tap(self, "latent", latent)
         mask = ctx.visible(self.mask, latent.shape[2])
-        way = self._absorbed if x.shape[1] <= ABSORBED_UP_TO else self._expanded
-        z = way(q_plain, q_turning, latent, turning, mask)  # (B, H, L, value)
-        return self.out(tap(self, "z", z).swapaxes(1, 2).flatten(2))
+        z = self._attended(q_plain, q_turning, latent, turning, mask, ctx.places(latent.shape[2]))  # (B, H, L, value)
+        return joined_heads(self, z, self.out)
 
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """(B, L, C) -> q (B, H, L, plain + rotary), latent (B, 1, L, rank), the shared rotary key (B, 1, L, rotary)"""
@@ -99,27 +111,51 @@ class LatentAttention(Stateful):
         q = mx.unflatten(q, -1, (self.heads, -1)).swapaxes(1, 2)
         return q, self.kv_norm(latent)[:, None], turning[:, None]
 
-    def _expanded(
-        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array, mask: mx.array | str | None
+    def _attended(
+        self,
+        q: mx.array,
+        q_turning: mx.array,
+        latent: mx.array,
+        turning: mx.array,
+        mask: mx.array | str | None,
+        at: Places,
     ) -> mx.array:
-        """Keys and values of every head, made of the latents."""
+        """Few queries over the latents, many over keys and values. Watchers see keys and values either way, and few
+        queries use them only if a watcher changed them."""
+        few = q.shape[2] <= ABSORBED_UP_TO
+        if few and not any(wanted(self, name) for name in "qkv"):
+            return self._absorbed(q, q_turning, latent, turning, mask, at)
+        made = self._expanded(q, q_turning, latent, turning)
+        heads = [tap(self, name, value) for name, value in zip("qkv", made, strict=True)]
+        if few and all(after is before for after, before in zip(heads, made, strict=True)):
+            return self._absorbed(q, q_turning, latent, turning, mask, at)
+        return attend(self, *heads, scale=self.scale, mask=mask, at=at)
+
+    def _expanded(
+        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries, keys and values of every head, made of the latents."""
         k, v = mx.split(latent @ self.kv_up.swapaxes(1, 2), [self.plain], axis=-1)  # (B, H, S, plain), (B, H, S, value)
         turning = mx.broadcast_to(turning, (*k.shape[:3], self.rotary))
-        q, k = mx.concatenate([q, q_turning], axis=-1), mx.concatenate([k, turning], axis=-1)
-        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
-        return attend(self, q, k, v, scale=self.scale, mask=mask)
+        return mx.concatenate([q, q_turning], axis=-1), mx.concatenate([k, turning], axis=-1), v
 
     def _absorbed(
-        self, q: mx.array, q_turning: mx.array, latent: mx.array, turning: mx.array, mask: mx.array | str | None
+        self,
+        q: mx.array,
+        q_turning: mx.array,
+        latent: mx.array,
+        turning: mx.array,
+        mask: mx.array | str | None,
+        at: Places,
     ) -> mx.array:
         """(q Wk) · latent instead of q · (Wk latent), and Wv after the sum instead of before: one key head for all."""
         to_key, to_value = mx.split(self.kv_up, [self.plain], axis=1)  # (H, plain, rank), (H, value, rank)
         q = mx.concatenate([q @ to_key, q_turning], axis=-1)  # (B, H, L, rank + rotary)
-        q, keys, asked = tap(self, "q", q), kernels.Latent(latent, turning), asked_of(self.scale, mask)
-        shown = any(wanted(self, name) for name in ("k", "scores", "pattern"))
+        keys, asked = kernels.Latent(latent, turning), asked_of(self.scale, mask)
+        shown = spectators() or wanted(self, "scores") or wanted(self, "pattern")
         if not shown and kernels.chosen_for(q, keys, asked):
             z = kernels.attention(q, keys, asked)
         else:
-            k = tap(self, "k", mx.concatenate([latent, turning], axis=-1))
-            z = attend(self, q, k, latent, scale=self.scale, mask=mask)
+            k = mx.concatenate([latent, turning], axis=-1)
+            z = attend(self, q, k, latent, scale=self.scale, mask=mask, at=at)
         return z @ to_value.swapaxes(1, 2)

@@ -29,6 +29,8 @@ class LinearAttention(Stateful):
     (1, 5, 16)
     """
 
+    sites = ("q", "k", "v", "z")
+
     def __init__(self, dim: int, heads: int, head_dim: int | None = None, *, bias: bool = False, causal: bool = True):
         super().__init__()
         self.heads, self.head_dim, self.causal = heads, dim // heads if head_dim is None else head_dim, causal

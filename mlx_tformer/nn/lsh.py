@@ -31,6 +31,7 @@ class LSHAttention(Module):
     (1, 10, 16)
     """
 
+    sites = ("q", "v", "z")
     packs = False  # tokens of one text and of another share buckets
 
     def __init__(

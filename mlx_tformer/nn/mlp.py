@@ -37,17 +37,21 @@ def joined(act: str | Gate, gate: mx.array, up: mx.array) -> mx.array:
 class Mlp(Module):
     """down(act(up(x))), dim -> hidden -> dim."""
 
+    sites = ("up", "hidden")
+
     def __init__(self, dim: int, hidden: int, act: str = "gelu", bias: bool = True):
         super().__init__()
         self.up, self.down = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias)
         self.act = act
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
-        return self.down(tap(self, "hidden", ACTIVATIONS[self.act](self.up(x))))
+        return self.down(tap(self, "hidden", ACTIVATIONS[self.act](tap(self, "up", self.up(x)))))
 
 
 class GatedMlp(Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202); gate and up are one matrix, gate first."""
+
+    sites = ("gate", "up", "hidden")
 
     def __init__(self, dim: int, hidden: int, act: str | Gate = "silu", bias: bool = False):
         super().__init__()

@@ -11,8 +11,9 @@ from .block import Block, Norm
 from .cache import Cache
 from .context import Context
 from .draft import NextToken
+from .keeping import WHOLE, Keeping
 from .position import Learned, Position, Rope, Sinusoidal, Unscaled
-from .tap import Elsewhere, Module, name_modules, tap
+from .tap import Elsewhere, Module, name_modules, tap, wanted
 
 
 class Embed(Module):
@@ -22,6 +23,8 @@ class Embed(Module):
     token there are, as the two texts of a pair are (BERT's `type_vocab_size`; 0: no such vectors). `of` is another
     embedding whose vectors of tokens these are as well, as a decoder's are an encoder's.
     """
+
+    sites = ("slots", "ids", "out")
 
     def __init__(
         self,
@@ -54,6 +57,9 @@ class Embed(Module):
 
     def __call__(self, ids: mx.array, ctx: Context, types: mx.array | None = None) -> mx.array:
         """`types` (B, L) are the kinds of the tokens; None: all of the first."""
+        if wanted(self, "slots"):
+            tap(self, "slots", mx.arange(ctx.start, ctx.start + ctx.length))
+        ids = tap(self, "ids", ids)
         x = self.into(self.vectors(ids))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
         if self.has_positions:
@@ -75,7 +81,13 @@ class Embed(Module):
 
 
 class Stack(Module):
-    """Blocks in order, then a norm. `position` is one whose weights all layers share, each through a `Shared` one."""
+    """Blocks in order, then a norm. `position` is one whose weights all layers share, each through a `Shared` one.
+
+    Watchers are told where the tokens of a pass stand: their `slots` (L,) count all that came before, padding too, and
+    `left` (B,) is how much padding there is in front of each row.
+    """
+
+    sites = ("slots", "left", "out")
 
     def __init__(self, layers: Sequence[Block], norm: Norm | None = None, *, position: Position | None = None):
         super().__init__()
@@ -90,6 +102,10 @@ class Stack(Module):
         self._run = run
 
     def __call__(self, x: mx.array, ctx: Context) -> mx.array:
+        if wanted(self, "slots"):
+            tap(self, "slots", mx.arange(ctx.start, ctx.start + ctx.length))
+        if wanted(self, "left"):
+            tap(self, "left", mx.zeros(x.shape[:1], mx.int32) if ctx.left is None else ctx.left)
         for layer in self.layers:
             x = self._run(self, layer, x, ctx)
         return tap(self, "out", self.norm(x))
@@ -137,6 +153,8 @@ class LM(Module):
     >>> model(mx.array([[1, 2, 3]])).shape
     (1, 3, 100)
     """
+
+    sites = ("logits",)
 
     def __init__(
         self,
@@ -243,9 +261,10 @@ class LM(Module):
             raise UsageError(f"module: found {module}, but the model has {self.depth} that look further ahead")
         return self.drafts[module]
 
-    def new_cache(self, context: int = 0) -> Cache:
-        """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call)."""
-        return Cache.of(self, context)
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
+        """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call); `how`
+        much of it is kept, and in what form."""
+        return Cache.of(self, context, how)
 
     @property
     def vocab(self) -> int:

@@ -55,6 +55,7 @@ class Router(Module):
     """
 
     precise = ("correction",)  # rounded, it would choose other experts
+    sites = ("logits", "chosen", "weights")
 
     def __init__(
         self,
@@ -169,20 +170,31 @@ class QuantizedExpertLinear(ExpertLinear):
 class Feedforwards(Module, ABC):
     """`count` feed-forward layers side by side."""
 
+    sites = ("hidden",)
     count: int
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
         """x (N, C) and the experts chosen for each token (N, top) -> what each of them says, (N, top, C)."""
         top, expert = chosen.shape[-1], chosen.flatten()
         if expert.size < SORTED_FROM * self.count:
-            return mx.unflatten(self._rows(mx.repeat(x, top, axis=0), expert, False), 0, (-1, top))
+            return mx.unflatten(self._rows(mx.repeat(x, top, axis=0), expert, top, None), 0, (-1, top))
         order = mx.argsort(expert)
-        y = self._rows(x[order // top], expert[order], True)
+        y = self._rows(x[order // top], expert[order], top, order)
         return mx.unflatten(y[mx.argsort(order)], 0, (-1, top))
 
     @abstractmethod
-    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
-        """One row for each pair of a token and an expert: (M, C) -> (M, C)."""
+    def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
+        """One row for each pair of a token and an expert, (M, C) -> (M, C), sorted by `order`, or not at all."""
+
+    def _shown(self, hidden: mx.array, top: int, order: mx.array | None) -> mx.array:
+        """Offer hidden rows (M, F) by token and choice, (N, top, F), however they are sorted."""
+        if not wanted(self, "hidden"):
+            return hidden
+        rows = mx.unflatten(hidden if order is None else hidden[mx.argsort(order)], 0, (-1, top))
+        shown = tap(self, "hidden", rows)
+        if shown is rows:
+            return hidden
+        return shown.flatten(0, 1) if order is None else shown.flatten(0, 1)[order]
 
 
 class Experts(Feedforwards):
@@ -194,9 +206,10 @@ class Experts(Feedforwards):
         self.down = ExpertLinear(count, hidden, dim, bias)
         self.act, self.count, self.hidden = act, count, hidden
 
-    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
+    def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
+        ordered = order is not None
         gate, up = mx.split(self.gate_up(x, expert, ordered), 2, axis=-1)
-        return self.down(tap(self, "hidden", joined(self.act, gate, up)), expert, ordered)
+        return self.down(self._shown(joined(self.act, gate, up), top, order), expert, ordered)
 
 
 class PlainExperts(Feedforwards):
@@ -207,8 +220,9 @@ class PlainExperts(Feedforwards):
         self.up, self.down = ExpertLinear(count, dim, hidden, bias), ExpertLinear(count, hidden, dim, bias)
         self.act, self.count, self.hidden = act, count, hidden
 
-    def _rows(self, x: mx.array, expert: mx.array, ordered: bool) -> mx.array:
-        return self.down(tap(self, "hidden", ACTIVATIONS[self.act](self.up(x, expert, ordered))), expert, ordered)
+    def _rows(self, x: mx.array, expert: mx.array, top: int, order: mx.array | None) -> mx.array:
+        hidden = ACTIVATIONS[self.act](self.up(x, expert, order is not None))
+        return self.down(self._shown(hidden, top, order), expert, order is not None)
 
 
 class Mixture(Module):
@@ -218,6 +232,8 @@ class Mixture(Module):
     is how many tokens of a text an expert takes in one call, the first ones; for the others it says nothing (Switch,
     Fedus et al. 2021, arXiv 2101.03961, section 2.2). Padding takes no place.
     """
+
+    sites = ("kept", "said")
 
     def __init__(
         self,

@@ -27,6 +27,9 @@ CHUNK = 64
 class Recurrent(State):
     """The hidden state after the last token, and the inputs that the convolution still needs; neither grows."""
 
+    rewinds = False
+    saved = ("length", "inputs", "hidden")
+
     def __init__(self) -> None:
         self.inputs: mx.array | None = None  # (B, taps - 1, features)
         self.hidden: mx.array | None = None  # (B, ..., N), float32
@@ -86,6 +89,7 @@ class StateSpace(Stateful):
     read and not what the next ones go on with. It costs the memory that is saved otherwise.
     """
 
+    sites: tuple[str, ...] = ("x", "dt", "hidden", "z")
     precise = ("a_log", "skip")
     conv: CausalConv
     features: int

@@ -5,7 +5,7 @@ is one look at a context variable: it adds no node to the graph and changes noth
 the activation (`decoder.layers.3.attn.op.pattern`) and may put another value in its place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ class Module(nn.Module):
 
     precise: tuple[str, ...] = ()
     """Parameters that stay in the dtype they are stored in, whatever the model computes in."""
+    sites: tuple[str, ...] = ()
+    """Names of the activations that it offers, those that are computed only if somebody asks included."""
     packs: bool = True
     """Whether the texts of a row that holds several stay apart in it (`text_starts`), as they do in whatever works on
     each token by itself."""
@@ -48,27 +50,31 @@ def name_modules(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Watcher:
-    """A glob over activation paths, and what to do with a match: return None to keep the value, or a new one."""
+    """A glob over activation paths, or the paths themselves, and what to do with a match: return None to keep the
+    value, or a new one."""
 
-    pattern: str
+    pattern: str | Set[str]
     see: Callable[[str, mx.array], mx.array | None]
+    last: bool = False
 
     def wants(self, path: str) -> bool:
         """True if `path` is one that this watcher asked for."""
-        return fnmatchcase(path, self.pattern)
+        return fnmatchcase(path, self.pattern) if isinstance(self.pattern, str) else path in self.pattern
 
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
+_listening = _watchers.get  # looked up once and not for every activation
 
 
 def wanted(module: Module, name: str) -> bool:
     """True if somebody watches this activation; asked before computing one that is not needed otherwise."""
-    return any(watcher.wants(f"{module.path}.{name}") for watcher in _watchers.get())
+    watchers = _listening()  # most of the time there are none, and then a generator would cost more than the rest
+    return bool(watchers) and any(watcher.wants(f"{module.path}.{name}") for watcher in watchers)
 
 
 def tap(module: Module, name: str, value: mx.array) -> mx.array:
     """Offer an activation to the watchers; returns it, or what a watcher put in its place."""
-    for watcher in _watchers.get():
+    for watcher in _listening():
         path = f"{module.path}.{name}"
         if watcher.wants(path):
             changed = watcher.see(path, value)
@@ -93,8 +99,14 @@ def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
 
 
 @contextmanager
-def watch(pattern: str, see: Callable[[str, mx.array], mx.array | None]) -> Iterator[None]:
-    """Call `see(path, value)` on every activation whose path matches `pattern` inside the block.
+def watch(
+    pattern: str | Set[str], see: Callable[[str, mx.array], mx.array | None], *, last: bool = False
+) -> Iterator[None]:
+    """Call `see(path, value)` on every activation inside the block whose path matches the glob `pattern`, or is one of
+    several.
+
+    Watchers are called in the order in which they came, and those that are `last` after the others: so they see what
+    the model goes on with, whoever changes it.
 
     >>> from mlx_tformer.nn import GatedMlp
     >>> seen = []
@@ -103,7 +115,8 @@ def watch(pattern: str, see: Callable[[str, mx.array], mx.array | None]) -> Iter
     >>> seen
     [('.hidden', (1, 3, 16))]
     """
-    token = _watchers.set((*_watchers.get(), Watcher(pattern, see)))
+    every = (*_watchers.get(), Watcher(pattern, see, last))
+    token = _watchers.set(tuple(sorted(every, key=lambda watcher: watcher.last)))
     try:
         yield
     finally:

@@ -22,6 +22,8 @@ class Patches(Module):
     (1, 7, 8)
     """
 
+    sites = ("out",)
+
     def __init__(self, size: tuple[int, int], patch: tuple[int, int], *, channels: int, dim: int):
         super().__init__()
         self.size, self.patch, self.channels = size, patch, channels
@@ -59,6 +61,8 @@ class VisionEncoder(Module):
     >>> model(mx.zeros((2, 3, 8, 8))).shape
     (2, 5)
     """
+
+    sites = ("logits",)
 
     def __init__(self, embed: Patches, encoder: Stack, head: nn.Linear | None = None):
         super().__init__()

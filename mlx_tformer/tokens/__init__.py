@@ -1,10 +1,12 @@
 """Text to ids and back, and conversations to prompts: `tokenizer` is what the rest of the package uses.
 
 `files` reads a tokenizer's files, `stream` gives text for ids as they come, `control` keeps special tokens in a
-user's text plain, and `template` runs chat templates in a `sandbox` with limits (`guard`).
+user's text plain, `template` runs chat templates in a `sandbox` with limits (`guard`), and `spans`
+divides a text into parts to count attention by.
 """
 
+from .spans import Spans
 from .stream import TextStream
 from .tokenizer import Tokenizer, Tokens
 
-__all__ = ["TextStream", "Tokenizer", "Tokens"]
+__all__ = ["Spans", "TextStream", "Tokenizer", "Tokens"]

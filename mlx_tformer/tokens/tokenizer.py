@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..errors import UsageError
 from .control import ControlTokens, plain_data, strings
 from .files import Loaded, load, read_folder, understood
+from .spans import WAYS, Spans, by_ends, by_kind, stretches
 from .stream import TextStream, clean_up, detokenizer, flat, is_byte_level, token_bytes
 from .template import ChatTemplate, choose
 
@@ -141,6 +142,17 @@ class Tokenizer:
         made = detokenizer(self._decoder, self._backend.id_to_token, self._decode, self._backend.get_vocab)
         return TextStream(made, skip=skip, clean=self._clean)
 
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """What each id adds to the text; a character that several ids make up stands at the last of them."""
+        stream = self.stream()
+        found = [stream.add(self._checked_id(index)) for index in ids]
+        return [*found[:-1], found[-1] + stream.finish()] if found else []
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        return self._control.ids
+
     def token_text(self, index: int) -> str:
         """One token, readable in a table: spaces as such, line breaks and bytes that are no text as escapes."""
         token = self._backend.id_to_token(self._checked_id(index))
@@ -247,6 +259,26 @@ class Tokens(Sequence[int]):
         ]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         return "\n".join(f"{a:>{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows)
+
+    def spans(self, by: str | None = None, *, every: int | None = None) -> Spans:
+        """The parts of the text that attention may be counted by: stretches of `every` tokens, or by "line",
+        "sentence" or "kind" (the first token, special tokens, words, numbers, punctuation, space).
+
+        Raises UsageError for anything else, for an empty text, and for all but `every` without a tokenizer.
+
+        >>> Tokens(range(1200)).spans(every=512).names
+        ('0-511', '512-1023', '1024-1199')
+        """
+        if not self.ids:
+            raise UsageError("spans: the text is empty")
+        if every is not None and by is None:
+            return stretches(len(self), every)
+        if by not in WAYS or every is not None:
+            raise UsageError(f"spans: found {by!r}, expected every=N or one of {', '.join(WAYS)}")
+        if self.tokenizer is None:
+            raise UsageError("there is no tokenizer, so these ids have no text")
+        pieces = self.tokenizer.pieces(self.ids)
+        return by_kind(self.ids, pieces, self.tokenizer.special_ids) if by == "kind" else by_ends(pieces, by)
 
     def __len__(self) -> int:
         return len(self.ids)
