@@ -5,7 +5,7 @@ Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`, `cho
 """
 
 from .asked import Asked, Buckets, Distances, Sight, Slopes, Wanted
-from .attention import Plan, attention, attention_statistics, plan, refusal
+from .attention import MOST_TOP, Plan, attention, attention_statistics, plan, refusal
 from .choice import Answer, Case, case_of, choose, chosen_for
 from .keys import Keys, Latent, Packed, Plain
 from .launch import Kernel, Maker, Place, made_by, place
@@ -14,6 +14,7 @@ from .router import Rules, plain_route, route, worth_routing
 from .twin import Statistics, plain_attention, plain_statistics
 
 __all__ = [
+    "MOST_TOP",
     "Answer",
     "Asked",
     "Buckets",
