@@ -10,7 +10,8 @@ from helpers import GOLDEN, attentions, expected, gap, golden, ids_of, limit
 
 import mlx_tformer as mt
 from mlx_tformer import kernels
-from mlx_tformer.nn import Attention, CrossAttention, Rope, Router
+from mlx_tformer.nn import Attention, CrossAttention, Keeping, Module, Rope, Router, attend
+from mlx_tformer.nn.packed import PackedKV
 
 # A golden case, and what it asks of the kernels.
 CASES = {
@@ -77,3 +78,34 @@ def test_cached_steps_are_those_of_transformers(case, launched):
     layers = len(model.decoder.layers)
     assert launched["attention"] == (2 if "deepseek" in case else 4) * layers
     assert launched["attention_latent"] == (2 if "deepseek" in case else 0) * layers
+
+
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "bloom"])
+def test_a_packed_cache_is_read_by_a_kernel(case, launched):
+    model, ids, start = golden(case), ids_of(case), 0
+    cache = model.new_cache(24, Keeping(bits=8, start=4))
+    for size in (10, 1, 1, 12):
+        logits = model(ids[:, start : start + size], cache)
+        start += size
+    wanted = expected(case)["logits"][:, -12:]
+    assert gap(logits, wanted) < 0.05 * wanted.std()
+    assert launched["attention_packed"] == 4 * len(model.decoder.layers)
+    assert launched["attention"] == 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("width, value", [(64, 64), (24, 40), (72, 8)])
+def test_attention_over_a_packed_cache_is_that_over_what_it_unpacks_to(width, value, bits, launched):
+    state = PackedKV(bits)
+    q, k, v = (mx.random.normal(shape) for shape in ((2, 6, 3, width), (2, 2, 9, width), (2, 2, 9, value)))
+    k, v = state.append(k, v)
+    found = attend(Module(), state.turn(q), k, v, scale=0.2, mask="causal", packed=state.as_keys())
+    assert launched == {"attention_packed": 1}
+    with kernels.made_by(msl.metal_kernel, "cpu"):
+        assert gap(found, attend(Module(), state.turn(q), k, v, scale=0.2, mask="causal")) < 2e-6
+
+
+def test_keys_and_values_in_other_groups_are_unpacked():
+    state = PackedKV(4)
+    state.append(mx.zeros((1, 1, 5, 64)), mx.zeros((1, 1, 5, 32)))
+    assert state.groups == (64, 32) and state.as_keys() is None
