@@ -1,7 +1,7 @@
 """Metal kernels beside the plain MLX that says what each computes; every choice among them is a pure function.
 
 Read in this order: `launch`, `rope`, `keys`, `asked`, `twin`, `attention`, `choice`,
-`router`.
+`router`, `measure`.
 """
 
 from .asked import Asked, Buckets, Distances, Sight, Slopes, Wanted

@@ -1,12 +1,28 @@
 """When a kernel of ours is used: a table of the choice, and the switch."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import msl
 import pytest
 from float64 import random
 
 from mlx_tformer import kernels
-from mlx_tformer.kernels import Asked, Case, Latent, Packed, Plain, Sight, Slopes, case_of, choose, chosen_for, place
+from mlx_tformer.kernels import (
+    Asked,
+    Case,
+    Latent,
+    Packed,
+    Plain,
+    Plan,
+    Sight,
+    Slopes,
+    case_of,
+    choose,
+    chosen_for,
+    place,
+    plan,
+)
 
 GEMMA2 = {"heads": 16, "kv_heads": 8, "softcap": True}
 
@@ -22,6 +38,10 @@ TABLE = [
     (Case(1, 4096, 72, 72, dtype=mx.bfloat16), "ours"),
     (Case(1, 4096, 112, 112, dtype=mx.float32), "ours"),
     (Case(4, 4096, 32, 32, mask="array"), "ours"),
+    (Case(8, 4096, 48, 48), "ours"),
+    (Case(9, 4096, 48, 48), "mlx"),
+    (Case(4, 4096, 48, 48, heads=64), "ours"),
+    (Case(5, 4096, 48, 48, heads=64), "mlx"),
     (Case(1, 4096, 128, 128, dtype=mx.float64), "mlx"),
     (Case(1, 4096, 80, 80, dtype=mx.float64), "mlx"),
     (Case(1, 4096, 512, 512, heads=64), "mlx"),
@@ -40,6 +60,8 @@ TABLE = [
     (Case(8192, 8192, 112, 112, mask="causal"), "ours"),
     (Case(8192, 8192, 128, 128, mask="causal"), "mlx"),
     (Case(2048, 2048, 512, 512, mask="causal"), "mlx"),
+    (Case(8192, 4096, 48, 48), "mlx"),  # scores of 1 GB
+    (Case(8193, 4096, 48, 48), "ours"),
     # packed keys and latents
     (Case(1, 4096, 128, 128, kept="packed"), "ours"),
     (Case(512, 4096, 128, 128, kept="packed"), "twin"),
@@ -65,6 +87,19 @@ def test_the_cpu_never_has_a_kernel(case, _):
 ])  # fmt: skip
 def test_on_trial_whatever_can_be_is_ours(case, answer):
     assert choose("trial", case) == answer
+
+
+@pytest.mark.parametrize("sizes, wanted", [
+    # batch, key heads, rows, keys, widths
+    ((1, 8, 4, 255, 128, 128), Plan(4, 4, 1)), ((1, 8, 4, 256, 128, 128), Plan(4, 8, 1)),
+    ((1, 8, 4, 512, 128, 128), Plan(4, 8, 2)), ((1, 8, 4, 99999, 128, 128), Plan(4, 8, 8)),
+    ((1, 8, 5, 99999, 128, 128), Plan(8, 8, 8)), ((2, 8, 9, 99999, 128, 128), Plan(8, 8, 2)),
+    ((8, 8, 4, 99999, 128, 128), Plan(4, 8, 1)), ((1, 8, 8, 99999, 256, 256), Plan(4, 8, 4)),
+    ((1, 1, 16, 99999, 576, 512), Plan(2, 8, 8)), ((1, 1, 1, 99999, 64, 64), Plan(1, 8, 64)),
+], ids=str)  # fmt: skip
+def test_the_plan_fills_the_gpu_and_no_more_registers_than_there_are(sizes, wanted):
+    assert plan(*sizes) == wanted
+    assert plan(*sizes, statistics=True) == replace(wanted, splits=1)
 
 
 def test_cases_are_read_off_the_arguments():
