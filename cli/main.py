@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import card, chat, classify, convert, embed, export, families, fill, generate, scoring, verify
+from . import bench, card, chat, classify, convert, embed, export, families, fill, generate, scoring, verify
 from .terminal import argument, end_line, note, prepare
 
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -145,6 +145,7 @@ def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         scoring.compare,
         export.command,
         families.command,
+        bench.command,
     ],
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

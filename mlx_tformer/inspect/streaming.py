@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from .. import kernels
 from ..nn import Call, Places
-from ..nn.attention import booleans, fused, scores_of
+from ..nn.attention import asked_of, booleans, fused, scores_of
 from .peaks import largest
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def streamed(call: Call, wants: Wants) -> Statistics:
     This is the one place that turns a call into statistics: a kernel that writes them itself takes its place.
     """
     exact = replace(call, q=call.q.astype(mx.float32), k=call.k.astype(mx.float32))
+    if _kernel_suffices(exact, wants):
+        return _by_kernel(exact, wants)
     take = _probed if probes_pay() and _probes_suffice(exact, wants) else _written_out
     rows: dict[str, list[mx.array]] = {}
     received = mx.zeros((*call.q.shape[:2], call.k.shape[2]))
@@ -104,6 +107,38 @@ def streamed(call: Call, wants: Wants) -> Statistics:
     joined = {name: mx.concatenate(values, axis=2) for name, values in rows.items()}
     mx.eval(joined)
     return Statistics(**joined, received=received if wants.received else None)
+
+
+def _kernel_suffices(call: Call, wants: Wants) -> bool:
+    """True if the kernel that takes statistics runs here and tells all that is wanted: it has masses of stretches of
+    keys alone, and no sums over queries."""
+    at = call.at
+    aligned = at.queries.stop == at.keys.stop and at.left is at.keys_left and (at.left is None or at.left.ndim == 1)
+    told = wants.spans is None and not wants.received and wants.top <= kernels.MOST_TOP
+    return aligned and told and call.bias is None and kernels.place() != "cpu"
+
+
+def _by_kernel(call: Call, wants: Wants) -> Statistics:
+    """By the kernel, in one pass over the keys; its output is not looked at, and is kept narrow."""
+    keys = kernels.Plain(call.k, call.k[..., :8])
+    asked = asked_of(call.scale, call.mask, None, call.softcap, call.sinks)
+    found = kernels.attention_statistics(call.q, keys, asked, kernels.Wanted(top=max(wants.top, 1)))
+    assert found.top_keys is not None and found.top_weights is not None
+    first = call.at.keys.start if call.at.left is None else call.at.keys.start - call.at.left[:, None, None, None]
+    top = mx.where(found.top_keys < 0, -1, found.top_keys + first)  # places in the text
+    lse = found.logsumexp
+    sinks = None if call.sinks is None else call.sinks.astype(mx.float32)[:, None]
+    some = wants.entropy
+    return Statistics(
+        sink=mx.zeros_like(lse) if sinks is None else mx.exp(sinks - lse),
+        logsumexp=lse if some else None,
+        entropy=found.entropy if some else None,
+        peak=top[..., 0] if some else None,
+        peak_weight=found.top_weights[..., 0] if some else None,
+        distance=found.distance if wants.distance else None,
+        top_keys=top if wants.top else None,
+        top_weights=found.top_weights if wants.top else None,
+    )
 
 
 def probes_pay() -> bool:

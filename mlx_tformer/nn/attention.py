@@ -5,6 +5,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import kernels
 from ..errors import UsageError
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
@@ -117,8 +118,20 @@ class Attention(Stateful):
         k, v = self._offered("k", k, state), self._offered("v", v, state)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
-        at = ctx.places(k.shape[2])
-        z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks, at=at)
+        z = attend(
+            self,
+            q,
+            k,
+            v,
+            scale=self.scale,
+            mask=mask,
+            bias=bias,
+            distances=self.position.distances,
+            softcap=self.softcap,
+            sinks=sinks,
+            at=ctx.places(k.shape[2]),
+            packed=state.as_keys() if isinstance(state, PackedKV) else None,
+        )
         z = state.turn_back(z) if isinstance(state, KV) else z
         return joined_heads(self, z if gate is None else z * mx.sigmoid(gate), self.out)
 
@@ -160,18 +173,22 @@ def attend(
     scale: float,
     mask: mx.array | str | None = None,
     bias: mx.array | None = None,
+    distances: kernels.Distances | None = None,
     softcap: float | None = None,
     sinks: mx.array | None = None,
     at: Places | None = None,
+    packed: kernels.Packed | None = None,
 ) -> mx.array:
     """softmax(scale · q kᵀ + bias) v over what `mask` lets be seen; q (B, H, L, D), k (B, K, S, D) and v (B, K, S, E)
     -> (B, H, L, E).
 
-    bias: (H, L, S), added to the scores. softcap: scores become softcap · tanh(score / softcap). sinks: (H,), one
-    more score in each softmax, whose weight goes nowhere. at: where queries and keys stand, for those who count them;
-    None: the queries are the last tokens of the keys' text. Fused, unless somebody watches the scores or the pattern
-    of this module, or scores are capped: then the explicit twin, which gives the same. A query that sees nothing
-    gets zeros. The softmax is taken in float32, and k and v are not repeated for grouped heads.
+    bias: (H, L, S), added to the scores; distances: the same by distance, where it can be told so. softcap: scores
+    become softcap · tanh(score / softcap). sinks: (H,), one more score in each softmax, whose weight goes nowhere. at:
+    where queries and keys stand, for those who count them; None: the queries are the last tokens of the keys' text.
+    packed: k and v as they are kept, for a kernel that reads them so. Fused, by MLX or by a kernel of `kernels`, unless
+    somebody watches the scores or the pattern of this module, or scores are capped where no kernel of ours runs: then
+    the explicit twin, which gives the same. A query that sees nothing gets zeros. The softmax is taken in float32, and
+    k and v are not repeated for grouped heads.
 
     Whoever sees the pattern may hold it against two more taps: `values` (v) and `fused`, what the fused path gives, or
     `repeated` where there is none.
@@ -179,7 +196,12 @@ def attend(
     for see in spectators():
         places = Places.plain(q.shape[2], k.shape[2]) if at is None else at
         see(Call(module.path, q, k, v, scale, mask, bias, softcap, sinks, places))
-    if softcap is not None or wanted(module, "scores") or wanted(module, "pattern"):
+    shown = wanted(module, "scores") or wanted(module, "pattern")
+    if not shown and (bias is None or distances is not None):
+        z = _by_kernel(q, k, v, packed, asked_of(scale, mask, distances, softcap, sinks))
+        if z is not None:
+            return z
+    if shown or softcap is not None:
         z = _explicit(module, q * scale, k, v, mask, bias, softcap, sinks)
         if wanted(module, "fused"):
             tap(module, "values", v)
@@ -206,6 +228,31 @@ def fused(
     sinks = None if sinks is None else sinks.astype(q.dtype)
     z = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=added, sinks=sinks)
     return z if not isinstance(mask, mx.array) else mx.where(mask.any(axis=-1, keepdims=True), z, 0)
+
+
+def asked_of(
+    scale: float,
+    mask: mx.array | str | None,
+    distances: kernels.Distances | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+) -> kernels.Asked:
+    """What a kernel is asked for."""
+    seen = mask if isinstance(mask, mx.array) else None
+    sight = kernels.Sight(causal=isinstance(mask, str))
+    return kernels.Asked(scale, sight, softcap, distances, seen, sinks=sinks)
+
+
+def _by_kernel(
+    q: mx.array, k: mx.array, v: mx.array, packed: kernels.Packed | None, asked: kernels.Asked
+) -> mx.array | None:
+    """Attention by a kernel of ours, if one is chosen for it."""
+    if packed is not None:
+        wide = mx.pad(q, [(0, 0)] * 3 + [(0, packed.width - q.shape[3])])  # whole groups, as the keys
+        if kernels.chosen_for(wide, packed, asked):
+            return kernels.attention(wide, packed, asked)[..., : v.shape[3]]
+    keys = kernels.Plain(k, v)
+    return kernels.attention(q, keys, asked) if kernels.chosen_for(q, keys, asked) else None
 
 
 def repeated(

@@ -9,14 +9,15 @@ over the latents.
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import attend, joined_heads
+from .. import kernels
+from .attention import asked_of, attend, joined_heads
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
 from .keeping import Keeping
 from .mask import Causal, Mask
 from .packed import KeptKV
 from .position import Position
-from .spectator import Places
+from .spectator import Places, spectators
 from .tap import tap, wanted
 
 ABSORBED_UP_TO = 8
@@ -150,5 +151,11 @@ class LatentAttention(Stateful):
         """(q Wk) · latent instead of q · (Wk latent), and Wv after the sum instead of before: one key head for all."""
         to_key, to_value = mx.split(self.kv_up, [self.plain], axis=1)  # (H, plain, rank), (H, value, rank)
         q = mx.concatenate([q @ to_key, q_turning], axis=-1)  # (B, H, L, rank + rotary)
-        k = mx.concatenate([latent, turning], axis=-1)
-        return attend(self, q, k, latent, scale=self.scale, mask=mask, at=at) @ to_value.swapaxes(1, 2)
+        keys, asked = kernels.Latent(latent, turning), asked_of(self.scale, mask)
+        shown = spectators() or wanted(self, "scores") or wanted(self, "pattern")
+        if not shown and kernels.chosen_for(q, keys, asked):
+            z = kernels.attention(q, keys, asked)
+        else:
+            k = mx.concatenate([latent, turning], axis=-1)
+            z = attend(self, q, k, latent, scale=self.scale, mask=mask, at=at)
+        return z @ to_value.swapaxes(1, 2)

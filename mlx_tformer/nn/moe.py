@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import kernels
 from .context import Context
 from .mlp import ACTIVATIONS, Gate, joined
 from .tap import Module, tap, wanted
@@ -82,11 +83,16 @@ class Router(Module):
             self.correction = mx.zeros((count,))
         self.count, self.top, self.score, self.after, self.normalise = count, top, score, after, normalise
         self.scale, self.groups, self.has_correction, self.has_bias = scale, groups, correction, bias
+        grouped = (1, 1, 1) if groups is None else (groups.count, groups.keep, groups.best)
+        self.rules = kernels.Rules(top, score, after, normalise, scale, grouped)
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """x (N, C) -> the weights (N, top) and the numbers (N, top) of the chosen experts."""
         logits = x.astype(mx.float32) @ self.weight.astype(mx.float32).T
         logits = tap(self, "logits", logits + self.bias.astype(mx.float32) if self.has_bias else logits)
+        if not wanted(self, "chosen") and kernels.worth_routing(len(x), self.count, self.rules):
+            weights, chosen = kernels.route(logits, self.rules, self.correction if self.has_correction else None)
+            return tap(self, "weights", weights), chosen
         scores = SCORES[self.score](logits)  # (N, E)
         choice = scores + self.correction.astype(mx.float32) if self.has_correction else scores
         choice = choice if self.groups is None else self.groups(choice)

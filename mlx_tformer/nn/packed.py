@@ -15,6 +15,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from .. import kernels
 from .cache import KV, State, WindowKV, empty_like, moved, rounded
 
 Triple = tuple[mx.array, mx.array, mx.array]
@@ -86,6 +87,13 @@ class PackedKV(KV):
             for side, group, width in zip(sides, self.groups, (self.key_width, self.value_width), strict=True)
         )
         return k, v
+
+    def as_keys(self) -> kernels.Packed | None:
+        """What is packed as kernels read it; None as long as nothing is, or if keys and values have other groups."""
+        if not self.packed or len(set(self.groups)) > 1:
+            return None
+        k, ks, kb, v, vs, vb = (x[..., : self.length, :] for x in self.packed)
+        return kernels.Packed((k, ks, kb), (v, vs, vb), self.groups[0], self.bits)
 
     def turn(self, q: mx.array) -> mx.array:
         return turned(q) if self.packed else q

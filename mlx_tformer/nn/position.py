@@ -14,6 +14,7 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import kernels
 from ..errors import UsageError
 from .tap import Module
 
@@ -215,6 +216,12 @@ def periods(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.array:
     return mx.array([1 / freq for freq in scaling.frequencies(dims, theta, regime)], dtype=mx.float32)
 
 
+@lru_cache(maxsize=64)
+def frequencies(scaling: Scaling, dims: int, theta: float, regime: int) -> mx.array:
+    """Radians per position, (dims / 2,) in float32; layers share one table."""
+    return mx.array(scaling.frequencies(dims, theta, regime), dtype=mx.float32)
+
+
 def places(offset: int | mx.array, length: int) -> mx.array:
     """The position of each of so many tokens, (L,) or (B, L), negative for padding.
 
@@ -267,6 +274,12 @@ class Position(Module):
         """
         return x
 
+    @property
+    def distances(self) -> kernels.Distances | None:
+        """What `bias` adds as kernels know it, where only the distance matters; None where it does not, or there is
+        no bias."""
+        return None
+
     def regime(self, context: int) -> int:
         """Equal numbers mean that keys rotated for one context are right for the other."""
         return 0
@@ -288,6 +301,15 @@ class Rope(Position):
         self.dims, self.theta, self.interleaved = dims, theta, interleaved
         self.scaling = Unscaled() if scaling is None else scaling
         self.turned = dims + dims % 2
+
+    def turn(self, q: mx.array, k: mx.array, offset: int | mx.array, context: int) -> tuple[mx.array, mx.array]:
+        plain = self.scaling.amplitude == 1.0 and self.turned == q.shape[-1]
+        if not kernels.worth_turning(q.shape[2], plain=plain):
+            return super().turn(q, k, offset, context)
+        table = frequencies(self.scaling, self.dims, self.theta, self.regime(context))
+        several = isinstance(offset, mx.array) and offset.ndim == 2  # rows of several texts
+        at = places(offset, q.shape[2]) if several else offset
+        return kernels.rope(q, k, at, table, amplitude=self.scaling.amplitude, interleaved=self.interleaved)
 
     def rotate(self, x: mx.array, offset: int | mx.array, context: int) -> mx.array:
         table = periods(self.scaling, self.dims, self.theta, self.regime(context))
@@ -329,6 +351,10 @@ class Alibi(Position):
     def __init__(self, heads: int):
         super().__init__()
         self.slopes = alibi_slopes(heads)
+
+    @property
+    def distances(self) -> kernels.Distances:
+        return kernels.Slopes(self.slopes)
 
     def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array:
         distance = mx.arange(keys.start, keys.stop) - mx.arange(queries.start, queries.stop)[:, None]

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from .. import kernels
 from .position import Position
 from .tap import Elsewhere
 
@@ -25,6 +26,10 @@ class RelativeBias(Position):
             raise ValueError(f"{buckets} buckets and a farthest distance of {farthest} do not go together")
         self.table = mx.zeros((buckets, heads))
         self.buckets, self.farthest, self.causal = buckets, farthest, causal
+
+    @property
+    def distances(self) -> kernels.Distances:
+        return kernels.Buckets(self.table, bucket_numbers(self.buckets, self.farthest, self.causal))
 
     def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array:
         ahead = mx.arange(keys.start, keys.stop) - mx.arange(queries.start, queries.stop)[:, None]
@@ -70,6 +75,10 @@ class Shared(Position):
 
     def turn(self, q: mx.array, k: mx.array, offset: int | mx.array, context: int) -> tuple[mx.array, mx.array]:
         return self._of.module.turn(q, k, offset, context)
+
+    @property
+    def distances(self) -> kernels.Distances | None:
+        return self._of.module.distances
 
     def bias(self, queries: range, keys: range, left: mx.array | None = None) -> mx.array | None:
         return self._of.module.bias(queries, keys, left)
