@@ -15,7 +15,7 @@ from mlx_tformer.errors import UsageError
 from mlx_tformer.generation import decode
 from mlx_tformer.generation.sampling import Sampler, Sampling
 from mlx_tformer.inspect import Wants, statistics_of
-from mlx_tformer.nn import LM, Call, Module, Places, attend, attention, latent, spectate
+from mlx_tformer.nn import LM, Call, Context, Module, Places, attend, attention, latent, spectate
 from mlx_tformer.tokens import Spans, Tokens
 
 ATTENDING = [case for case in CASES if attentions(golden(case))]
@@ -98,7 +98,7 @@ def test_absorbed_and_expanded_latents_have_the_same_statistics(
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-mha", "mistral-window", "gemma2", "gpt_oss", "llama4", "falcon-alibi", "bloom"]
+    "case", ["llama-mha", "mistral-window", "gemma2", "gpt_oss", "llama4", "falcon-alibi", "bloom", "deepseek_v3"]
 )
 def test_padding_in_front_is_not_counted(case: str) -> None:
     """A row of a batch that is padded by three has the statistics of its text alone, in one pass and in steps."""
@@ -140,6 +140,17 @@ def test_statistics_of_an_encoder_are_those_of_its_patterns(case: str) -> None:
             assert gap(mx.array(getattr(watch[path], name)), wanted[name]) < 1e-5 * scale, (path, name)
 
 
+def test_the_sink_of_smollm2_is_where_it_is_known_to_be(smollm2: mt.LanguageModel) -> None:
+    """Head 18.8 looks at the first token alone, and all heads together give it about two fifths of their weight."""
+    said = mx.random.randint(100, 49000, (1, 64), key=mx.random.key(0))
+    ids = mx.concatenate([mx.array([[1]]), said, said], axis=1)
+    with inspect.stats(mass=Spans(("first", "rest"), (0, *[1] * 128))) as watch:
+        smollm2(ids)
+    first = np.stack([watch[i].mass[0, :, 1:, 0].mean(axis=-1) for i in range(30)])  # (layers, heads)
+    assert first[18, 8] > 0.99 and 0.36 < first.mean() < 0.44
+    assert watch[18].entropy[0, 8].mean() < 0.05
+
+
 # --- generation ---
 
 
@@ -157,6 +168,21 @@ def test_generating_adds_a_row_for_each_token(shakespeare: mt.LanguageModel) -> 
     agree(watch, whole)
     assert watch.spans == (*spans.names, "(after)")
     assert (watch[2].mass[0, :, len(tokens) :, -1] > 0).all() and not watch[2].mass[0, :, : len(tokens), -1].any()
+
+
+def test_a_span_map_tells_where_each_written_token_was_read_from(shakespeare: mt.LanguageModel) -> None:
+    tokens = shakespeare.tokens("ROMEO:\nWhat light is this?")
+    watch = inspect.stats(mass=tokens.spans(every=4), keep=6)
+    made = shakespeare.generate(tokens, max_tokens=5, stop_at_end=False, watch=watch)
+    texts = [step.text for step in made]
+    drawn = watch.span_map(texts, first=len(tokens) - 1)
+    assert (list(drawn.rows), list(drawn.columns)) == ([*watch.spans], texts)
+    assert gap(mx.array(drawn.values.sum(axis=0)), np.ones(5)) < 1e-5
+    assert drawn.values[-1, 0] == 0 and (drawn.values[-1, 1:] > 0).all()  # what was written counts from the second on
+    by_hand = np.mean([watch[i].mass[0, :, -5:].mean(axis=0) for i in range(5)], axis=0).T
+    assert gap(mx.array(drawn.values), by_hand) < 1e-6
+    with pytest.raises(UsageError, match="rows from 2 on for 5 tokens are not kept, but"):
+        watch.span_map(texts, first=2)
 
 
 def test_a_prompt_that_is_read_in_chunks_is_watched_as_one(
@@ -217,15 +243,22 @@ def test_what_is_kept_is_bounded() -> None:
     assert watch[""].queries.tolist() == [list(range(183, 199))] and watch.nbytes <= 2 * 16 * row
 
 
-def test_a_part_that_is_read_again_replaces_its_rows() -> None:
+@pytest.mark.parametrize("keep", [3, 8, 4096])
+def test_a_part_that_is_read_again_replaces_its_rows(keep: int) -> None:
+    """Also the part of it that is no longer kept."""
     model, ids = golden("llama-mha"), ids_of("llama-mha")
     other = mx.roll(ids, 5, axis=1)
-    watch, cache = inspect.stats(), model.new_cache(24)
+    watch, cache = inspect.stats(keep=keep), model.new_cache(24)
     with watch:
-        model(mx.concatenate([ids[:, :10], other[:, 10:16]], axis=1), cache)
+        for chunk in (ids[:, :10], *mx.split(other[:, 10:16], 6, axis=1)):
+            model(chunk, cache)
         cache.trim(6)
-        model(ids[:, 10:], cache)
-    with inspect.stats() as whole:
+        model(ids[:, 10:12], cache)
+        kept = watch[1].queries[0].tolist()
+        assert kept == list(range(12 - len(kept), 12))
+        assert watch[1].seen == 12
+        model(ids[:, 12:], cache)
+    with inspect.stats(keep=keep) as whole:
         model(ids)
     assert np.array_equal(watch[1].queries, whole[1].queries) and watch[1].seen == 24
     assert gap(mx.array(watch[1].entropy), whole[1].entropy) < 1e-5
@@ -301,6 +334,19 @@ def test_a_batch_that_changes_within_a_text_is_refused() -> None:
         with pytest.raises(UsageError, match="found a batch of 2 after one of 1"):
             model(mx.concatenate([ids, ids])[:, 9:], caches[0])
     assert watch[0].seen == 9
+
+
+def test_looking_across_at_another_text_counts_its_keys_from_its_beginning() -> None:
+    """A decoder's step looks at all of what an encoder made, whatever its own place."""
+    q, k = (mx.random.normal((1, 2, n, 8), key=mx.random.key(n)) for n in (5, 9))
+    with watching() as whole, seen("*.pattern") as found:
+        attend(Module(), q, k, k, scale=1.0, at=Context(0, 5).places(9, across=True))
+    with watching() as steps:
+        for i in range(5):
+            attend(Module(), q[:, :, i : i + 1], k, k, scale=1.0, at=Context(i, 1).places(9, across=True))
+    agree(steps, whole)
+    assert np.array_equal(whole[""].peak, np.argmax(np.array(found[".pattern"]), axis=-1))
+    assert whole[""].queries.tolist() == [[0, 1, 2, 3, 4]] and whole[""].received.shape == (1, 2, 9)
 
 
 # --- nothing when off ---

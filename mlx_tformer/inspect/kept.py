@@ -34,6 +34,12 @@ class Rows:
         return self._buffer[:, :, max(0, self._stop - self.keep) : self._stop]
 
     @property
+    def held(self) -> "np.ndarray":
+        """The rows that are in the buffer, with older ones whose room was not needed yet."""
+        assert self._buffer is not None
+        return self._buffer[:, :, : self._stop]
+
+    @property
     def nbytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.nbytes
 
@@ -101,6 +107,7 @@ class LayerStatistics:
 
     def __init__(self, path: str, keep: int):
         self.path, self.seen = path, 0
+        self._next = 0
         self._rows: dict[str, Rows] = {}
         self._received = Received()
         self._keep = keep
@@ -122,6 +129,7 @@ class LayerStatistics:
         for name, rows in new.items():
             self._rows.setdefault(name, Rows(self._keep)).add(rows)
         self.seen += length
+        self._next = call.at.queries.stop
 
     def _forget_from(self, place: int, batch: int) -> None:
         """Drop the rows of queries at `place` and behind it."""
@@ -130,10 +138,10 @@ class LayerStatistics:
         if batch != len(self._rows["query"].array):
             problem = f"found a batch of {batch} after one of {len(self._rows['query'].array)}; use a new watch"
             raise UsageError(f"{self.path}: {problem}")
-        count = int((self._rows["place"].array >= place).sum())
+        count = int((self._rows["place"].held >= place).sum())
         for rows in self._rows.values():
             rows.drop(count)
-        self.seen -= count
+        self.seen -= min(self.seen, max(0, self._next - place))
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +200,8 @@ class LayerStatistics:
 
     @property
     def received(self) -> "np.ndarray":
-        """What each key was given by all queries together, dropped ones too, (B, H, keys)."""
+        """What each key was given by all queries together, (B, H, keys): dropped ones too, and twice by a part of a
+        text that was read again."""
         return self._read("received")
 
     def _read(self, name: str) -> "np.ndarray":

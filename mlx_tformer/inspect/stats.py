@@ -13,6 +13,7 @@ from .streaming import Wants, streamed
 
 if TYPE_CHECKING:
     from ..tokens import Spans
+    from .pictures import Grid
 
 KEPT = 4096
 """Rows kept of each layer unless told otherwise."""
@@ -35,8 +36,10 @@ def stats(
     received: what each key is given by all queries. layers: numbers, or a glob over the paths of attention modules.
     keep: rows of queries that are kept of each layer, the last ones.
 
-    Use it around calls, or hand it to `generate`. With `entropy=False` and no `top`, what is left is taken by
-    value probes. Raises UsageError for numbers that cannot be meant.
+    Use it around calls, or hand it to `generate`. Statistics follow from queries and keys: edits of these are in them,
+    edits of scores and patterns are not. Those of a model with packed weights are the packed model's. Where neither
+    entropy, top nor received is wanted, a GPU takes the rest by value probes, through its fused kernel. Raises
+    UsageError for numbers that cannot be meant.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -105,6 +108,31 @@ class Watch(AbstractContextManager["Watch"]):
             found = "attention of it did not run" if not named else f"it has {', '.join(named)}"
             raise UsageError(f"layer {layer}: {found}; seen were {', '.join(self._found) or 'none'}")
         return self._found[named[0]]
+
+    def span_map(self, texts: Sequence[str], *, first: int, row: int = 0) -> "Grid":
+        """The weight on each span by the queries from place `first` on, which `texts` names: the mean over all heads,
+        to be drawn.
+
+        While a model writes, the query before a token is the one that led to it, so that with `first` at the last token
+        of the prompt a column tells where its token was read from. Raises UsageError for rows that are not kept.
+        """
+        import numpy as np
+
+        from .pictures import Grid
+
+        shown = []
+        for path, layer in self._found.items():
+            places = layer.queries[row]
+            start = int((places < first).sum())
+            stop = start + len(texts)
+            if stop > len(places) or not texts or places[start] != first:
+                kept = f"{places[0]} to {places[-1]}" if len(places) else "none"
+                raise UsageError(f"{path}: rows from {first} on for {len(texts)} tokens are not kept, but {kept}")
+            shown.append(layer.mass[row, :, start:stop].mean(axis=0))  # (queries, spans)
+        if not shown:
+            raise UsageError("nothing was seen; run a model inside the watch")
+        mean = np.mean(shown, axis=0).T
+        return Grid("weight on each span", mean, self.spans, list(texts), "spans", "tokens")
 
     def __len__(self) -> int:
         return len(self._found)

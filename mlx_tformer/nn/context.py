@@ -30,7 +30,7 @@ class Context:
     """Where the memory is text and not padding, (B, S) booleans; None: everywhere."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
     _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
-    _places: dict[int, Places] = field(default_factory=dict)
+    _places: dict[tuple[int, bool], Places] = field(default_factory=dict)
 
     @classmethod
     def alone(cls, x: mx.array, memory: mx.array | None = None) -> "Context":
@@ -75,11 +75,16 @@ class Context:
             self._biases[at] = position.bias(*self._ranges(keys), self.left)
         return self._biases[at]
 
-    def places(self, keys: int) -> Places:
-        """Where the new tokens and the last `keys` ones stand, for those who watch; layers share the answer."""
-        if keys not in self._places:
-            self._places[keys] = Places(*self._ranges(keys), self.left, self.left)
-        return self._places[keys]
+    def places(self, keys: int, *, across: bool = False) -> Places:
+        """Where the new tokens and the last `keys` ones stand, for those who watch; layers share the answer.
+
+        across: the keys are those of another text, all of it.
+        """
+        at = (keys, across)
+        if at not in self._places:
+            new, old = self._ranges(keys)
+            self._places[at] = Places(new, range(keys), self.left) if across else Places(new, old, self.left, self.left)
+        return self._places[at]
 
     def _ranges(self, keys: int) -> tuple[range, range]:
         """Positions of the new tokens and of the last `keys` ones."""

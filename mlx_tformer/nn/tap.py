@@ -63,17 +63,18 @@ class Watcher:
 
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
+_listening = _watchers.get  # looked up once and not for every activation
 
 
 def wanted(module: Module, name: str) -> bool:
     """True if somebody watches this activation; asked before computing one that is not needed otherwise."""
-    watchers = _watchers.get()
+    watchers = _listening()  # most of the time there are none, and then a generator would cost more than the rest
     return bool(watchers) and any(watcher.wants(f"{module.path}.{name}") for watcher in watchers)
 
 
 def tap(module: Module, name: str, value: mx.array) -> mx.array:
     """Offer an activation to the watchers; returns it, or what a watcher put in its place."""
-    for watcher in _watchers.get():
+    for watcher in _listening():
         path = f"{module.path}.{name}"
         if watcher.wants(path):
             changed = watcher.see(path, value)
