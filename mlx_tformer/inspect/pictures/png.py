@@ -33,13 +33,20 @@ def png(picture: Picture, path: str | Path, *, dpi: int = 150) -> None:
         raise InputOutputError(f"{path}: {error.strerror or error}") from None
 
 
+def needs_matplotlib() -> None:
+    """Raise UsageError without matplotlib: for those who would know before they compute what is to be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError("a PNG needs matplotlib: pip install 'mlx-tformer[plot]'") from None
+
+
 def figure(picture: Picture) -> "Figure":
     """The picture as a matplotlib figure, to be changed further: a grid, or a small map for each head, a row or more
     for each layer."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("a PNG needs matplotlib: pip install 'mlx-tformer[plot]'") from None
+    needs_matplotlib()
+    from matplotlib.figure import Figure
+
     return _heads(picture, Figure) if isinstance(picture, Heads) else _grid(picture, Figure)
 
 
