@@ -127,9 +127,9 @@ def inspect(asked: Request) -> None:
 
     lm = loaded(asked)
     found = views.VIEWS[asked.mode](look.Look.of(lm, text, asked))
+    save(found, asked)
     for line in [*lm.notes, *found.notes]:
         note(line)
-    save(found, asked)
     if asked.json != "-":
         with Writer(ours=True) as out:
             out.write(drawn(found.shown))
@@ -146,7 +146,7 @@ def check(asked: Request) -> None:
         "token": (mode in ("token", "lens"), "no other way to look than --lens"),
         "spans": (mode == "stats", "--stats"),
         "top": (mode in ("lens", "token"), "--lens or --token"),
-        "part": (mode in ("heads", "layer", "stats"), "patterns, and this way to look has none"),
+        "part": (mode in ("heads", "layer", "stats", "experts"), "a way to look at one part, and this is none"),
         "max_tokens": (mode not in ("scores", "token"), "a text that is written, and this way to look has none"),
         "target": (mode not in ("scores", "token", "stats"), "a text that is read, and this way to look has none"),
     }
