@@ -11,6 +11,7 @@ GPT-2). The bundled model stands in without a MODEL; it knows the names, and lit
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import mlx_tformer as mt
 from mlx_tformer import inspect
@@ -26,7 +27,12 @@ changed = next(i for i, (a, b) in enumerate(zip(clean, other, strict=True)) if a
 stream = inspect.sweep(lm, clean, other, answer, site="residual.out", over="positions")
 print(f"{lm.origin}: logit of Henry less that of John: {stream.clean:+.2f}, and {stream.corrupted:+.2f} if Henry gives")
 words = [lm.tokenizer.token_text(i) for i in clean]
-picture = replace(stream.picture(), title="how much of the answer comes back", columns=words, across="token")
+picture = replace(
+    stream.picture(),
+    title=f"share of the answer that comes back, {Path(lm.origin).stem}",
+    columns=words,
+    across="token",
+)
 pictures.show(picture)
 if len(sys.argv) > 2:
     pictures.png(picture, sys.argv[2])

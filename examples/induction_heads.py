@@ -10,17 +10,21 @@ MODEL, is too small to have any.
 
 import random
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import mlx_tformer as mt
 from mlx_tformer import inspect
+from mlx_tformer.inspect import pictures
 
 model = sys.argv[1] if len(sys.argv) > 1 else "shakespeare"
 lm = mt.load(model, dtype="float32")
 seeds, length = 2, 32
 scores = inspect.head_scores(lm, ["induction", "previous"], seeds=seeds, length=length)
-scores.show(kind="induction")
+picture = replace(scores.picture("induction"), title=f"induction heads of {Path(lm.origin).stem}")
+pictures.show(picture)
 if len(sys.argv) > 2:
-    scores.png(sys.argv[2], kind="induction")
+    pictures.png(picture, sys.argv[2])
 print(f"{lm.origin}\n{scores}")
 
 first, again = scores.losses

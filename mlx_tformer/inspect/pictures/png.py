@@ -68,9 +68,10 @@ def _grid(picture: Grid, make: Any) -> "Figure":
 def _write(axes: "Axes", picture: Grid) -> None:
     """The texts or the values of the cells, in an ink that shows on their colour."""
     low, high = picture.bounds
+    digits = ".2f" if 0.1 < high <= 10 else ".2g"  # what the scale tells apart
     for row, values in enumerate(picture.values.tolist()):
         for column, value in enumerate(values):
-            text = f"{value:.2g}" if picture.text is None else _plain(picture.text[row][column])
+            text = f"{value:{digits}}" if picture.text is None else _plain(picture.text[row][column])
             strong = abs(value) > 0.55 * max(-low, high)
             axes.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if strong else "black")
 
