@@ -27,19 +27,20 @@ WRITTEN = 32
 
 @dataclass(frozen=True)
 class View:
-    """What there is to see: `pictures`, of which the first `count` are for the terminal, and the lines below them."""
+    """What there is to see: `pictures`, the first of which is the PNG; lines to be printed below; all numbers; and what
+    the terminal shows, if that is not the first picture alone."""
 
     title: str
     pictures: "list[Picture]"
     lines: list[str]
     numbers: dict[str, Any]
-    count: int = 1
     notes: list[str] = field(default_factory=list)
+    terminal: "list[Picture] | None" = None
 
     @property
     def shown(self) -> "list[Picture]":
         """The pictures for the terminal."""
-        return self.pictures[: self.count]
+        return self.pictures[:1] if self.terminal is None else self.terminal
 
 
 @dataclass(frozen=True)

@@ -40,20 +40,18 @@ def heads(look: Look) -> View:
         drawn = _picture(t, part)
         pictures.append(drawn)
         measured[part] = _measured(t, found)
-        rows, columns = list(drawn.patterns), range(max(len(p) for p in drawn.patterns.values()))
-        for name, unit in (("entropy", "nats"), ("distance", "tokens"), ("sink", "mass on the first token and sinks")):
-            title = f"{TITLES[part]}: {name} ({unit}), mean over all queries"
-            grids.append(Grid(title, _table(measured[part][name]), rows, [str(i) for i in columns], "layer", "head"))
+        table = _table(measured[part]["entropy"])
+        columns = [str(head) for head in range(table.shape[1])]
+        title = f"{TITLES[part]}: entropy (nats), mean over all queries"
+        grids.append(Grid(title, table, list(drawn.patterns), columns, "layer", "head"))
         lines += _sinks(t, part)
-    if sum(len(layer) for found in measured.values() for layer in found["entropy"]) <= SMALL:
-        shown, rest = pictures, grids
-    else:  # a number for each head
-        shown, rest = grids[::3], [*pictures, *(grid for i, grid in enumerate(grids) if i % 3)]
+    few = sum(len(layer) for found in measured.values() for layer in found["entropy"]) <= SMALL
+    if not few:
         lines.append("the heads of one layer as maps: --layer L; of all layers: --html FILE or --png FILE")
-    several = [*shown, *rest, *([_best_everywhere(t)] if lens else [])]
+    several = [*pictures, *([_best_everywhere(t)] if lens else [])]
     lines += _proof(t)
     told = look.about("heads") | {"read": t.labels(), "check": _check(t), "parts": measured}
-    return View("attention", several, lines, told, len(shown), t.notes)
+    return View("attention", several, lines, told, t.notes, pictures if few else grids)
 
 
 def layer(look: Look) -> View:
@@ -151,8 +149,8 @@ def experts(look: Look) -> View:
         for o in found
     ]
     told = look.about("experts") | {"layers": [_expert_numbers(one) for one in found]}
-    count = 1 if look.asked.layer is None else 2
-    return View("experts", [loads, *pairs], [_expert_line(one) for one in found], told, count, t.notes)
+    shown: list[Picture] = [loads] if look.asked.layer is None else [loads, *pairs]
+    return View("experts", [loads, *pairs], [_expert_line(one) for one in found], told, t.notes, shown)
 
 
 def stats(look: Look) -> View:
@@ -186,7 +184,7 @@ def stats(look: Look) -> View:
     read = f"{len(look.tokens)} tokens were read, {len(written)} written"
     lines = [f"{read}; kept: {watching.nbytes:,} bytes, and no pattern"]
     result = look.about("stats") | {"written": written, "spans": list(watching.spans), "attention": told}
-    return View("statistics", pictures, lines, result, min(2, len(pictures)))
+    return View("statistics", pictures, lines, result, terminal=pictures[:2])
 
 
 def token(look: Look) -> View:

@@ -3,10 +3,10 @@
 python examples/indirect_object.py [MODEL [PICTURE.png]]
 python examples/indirect_object.py HuggingFaceTB/SmolLM2-135M-Instruct patching.png
 
-In "Henry and John went out. John gave a drink to" it is Henry; if Henry gives, it is John. Activation patching (Meng et
-al. 2022, arXiv 2202.05262) restores one layer's residual stream at one token in the second sentence, and asks how much
-of the first one's answer comes back: 0 is none, 1 is all (Wang et al. 2022, arXiv 2211.00593, have the circuit in
-GPT-2). The bundled model stands in without a MODEL; it knows the names, and little about drinks.
+In "When Henry and John went to the store, John gave a drink to" it is Henry; if Henry gives, it is John. Activation
+patching (Meng et al. 2022, arXiv 2202.05262) restores one layer's residual stream at one token of the first text in a
+run of the second, and asks how much of the first one's answer comes back: 0 is none, 1 is all (Wang et al. 2022, arXiv
+2211.00593, have the circuit in GPT-2). The bundled model stands in without a MODEL; it has the names, not the skill.
 """
 
 import sys
@@ -19,13 +19,14 @@ from mlx_tformer.inspect import pictures
 
 model = sys.argv[1] if len(sys.argv) > 1 else "shakespeare"
 lm = mt.load(model, dtype="float32")
-clean = lm.tokens("Henry and John went out. John gave a drink to")
-other = lm.tokens("Henry and John went out. Henry gave a drink to")
+clean = lm.tokens("When Henry and John went to the store, John gave a drink to")
+other = lm.tokens("When Henry and John went to the store, Henry gave a drink to")
 answer = (" Henry", " John")  # the distance of their logits
 changed = next(i for i, (a, b) in enumerate(zip(clean, other, strict=True)) if a != b)
 
 stream = inspect.sweep(lm, clean, other, answer, site="residual.out", over="positions")
 print(f"{lm.origin}: logit of Henry less that of John: {stream.clean:+.2f}, and {stream.corrupted:+.2f} if Henry gives")
+print("it knows who" if stream.clean > 0 > stream.corrupted else "it does not know who")
 words = [lm.tokenizer.token_text(i) for i in clean]
 picture = replace(
     stream.picture(),
