@@ -1,19 +1,22 @@
 """`mlx-tformer generate`: text from a prompt, as it comes."""
 
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import FILTERS, NAMES, GroupedCommand, sampling_options, sampling_settings
+from .options import FILTERS, KEEPING, NAMES, GroupedCommand, cache_options, sampling_options, sampling_settings
 from .terminal import Writer, note, read_input, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mlx_tformer import LanguageModel, Seq2SeqModel
-    from mlx_tformer.generation import Generation, Step
+    from mlx_tformer.generation import Generation, PromptCache, Step
+    from mlx_tformer.nn import Keeping
 
     Model = LanguageModel | Seq2SeqModel
 
@@ -44,7 +47,14 @@ SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--logprobs", type=int, metavar="N", help="With --json: the N likeliest tokens in place of each.")
 @click.option("--prompt-logprobs", is_flag=True, help="With --json: log-probabilities of the prompt's tokens.")
+@click.option("--prompt-cache", metavar="FILE", help="Keep in FILE what was read; what it has is not read again.")
+@cache_options
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
+@click.option("--batch", metavar="FILE", help="Continue the prompt of each line of FILE (JSON lines), see above.")
+@click.option(
+    "--batch-size", "size", type=int, default=16, show_default=True, metavar="N", help="So many texts at once."
+)
+@click.option("--output", metavar="FILE", help="With --batch: write to FILE, and go on where it ends.")
 @click.option("--wired", is_flag=True, help="Keep the model resident (Metal); has caused kernel panics, see above.")
 @sampling_options
 def command(**options: Any) -> None:
@@ -67,13 +77,27 @@ def command(**options: Any) -> None:
     temperature is 1. --beams and --length-penalty, for models with an encoder, likewise; with beams the text comes at
     the end.
 
+    --batch reads a JSON object on each line of FILE: a "prompt", or "messages" (a conversation), or "ids", and, if it
+    likes, an "id" that comes back and settings of its own, such as "max_tokens", "temperature" or "seed". Each result
+    is a line in the same order. With --output an interrupted batch goes on where it was when it is started again:
+
+    \b
+      mlx-tformer generate -m NAME --batch questions.jsonl --output answers.jsonl
+
     --wired keeps weights and caches in memory that macOS cannot page out. It helps where a model barely fits; it has
     also been part of kernel panics that take down the whole Mac, so it is off unless you ask for it.
 
     --stats shows prompt tokens per second until the first new token, and generated tokens per second after it.
     """
     sampling = {name: options.pop(name) for name in (*NAMES, *TEXTS)}
-    generate(Request(**options, sampling=sampling))
+    keeping = {name: options.pop(name) for name in KEEPING}
+    asked = Request(**options, sampling=sampling, keeping=keeping)
+    if asked.batch is None:
+        generate(asked)
+        return
+    from .batch import generate_batch
+
+    generate_batch(asked)
 
 
 @dataclass(frozen=True)
@@ -95,12 +119,19 @@ class Request:
     logprobs: int | None
     prompt_logprobs: bool
     stats: bool
+    batch: str | None
+    size: int
+    output: str | None
     wired: bool
+    prompt_cache: str | None
     sampling: dict[str, Any]
+    keeping: dict[str, Any]
 
 
 def generate(asked: Request) -> None:
     """Do what was asked for."""
+    if asked.output is not None:
+        raise click.UsageError("--output is where --batch writes; the text of one prompt goes to standard output")
     text = prompt_text(asked.prompt)
     if asked.raw and asked.system is not None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out")
@@ -111,19 +142,58 @@ def generate(asked: Request) -> None:
     settings = sampling(lm, asked) | searching(lm, asked)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
-    check_fits(lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype)
+    check_fits(
+        lm.model, tokens=max(0, min(len(ids) + asked.max_tokens, lm.context)), dtype=lm.dtype, how=keeping(asked)
+    )
     told = {name: value for name in ("logprobs", "prompt_logprobs") if (value := vars(asked)[name])}
-    with bounded_cache(FREED), wired(asked.wired):
+    told |= {name: value for name, value in asked.keeping.items() if value}
+    with bounded_cache(FREED), wired(asked.wired), remembered(lm, asked) as memory:
+        told |= {} if memory is None else {"memory": memory}
         generation = lm.generate(ids, max_tokens=asked.max_tokens, stop=asked.stop, **told, **settings)
         for line in lm.notes:
             note(line)
         try:
             print_json(lm, generation, settings) if asked.as_json else print_text(generation)
         finally:
+            generation.close()
             if asked.stats and generation.stats.tokens:
                 print_stats(generation)
     if generation.finish == "length":
         why_it_ended(lm, generation, chat)
+
+
+def decoder(lm: "Model", option: str) -> "LanguageModel":
+    """The model, if it continues texts; raises click.UsageError for one that answers a source."""
+    from mlx_tformer import LanguageModel
+
+    if not isinstance(lm, LanguageModel):
+        raise click.UsageError(f"{option} is for models that continue a text, and {lm.origin} has an encoder")
+    return lm
+
+
+def keeping(asked: Request) -> "Keeping":
+    """What the cache keeps."""
+    from mlx_tformer.nn import Keeping
+
+    return Keeping(*(asked.keeping[name] for name in KEEPING))
+
+
+@contextmanager
+def remembered(lm: "Model", asked: Request) -> "Iterator[PromptCache | None]":
+    """What the file of `--prompt-cache` has; what was read in the block is written to it, also after Ctrl-C."""
+    if asked.prompt_cache is None:
+        yield None
+        return
+    from mlx_tformer.generation import PromptCache
+
+    lm = decoder(lm, "--prompt-cache")
+    file = Path(asked.prompt_cache)
+    memory = PromptCache.load(file, lm, keeping(asked)) if file.exists() else PromptCache()
+    try:
+        yield memory
+    finally:
+        if memory.cache is not None:
+            memory.save(file, lm)
 
 
 def prompt_text(prompt: str | None) -> str:
@@ -250,7 +320,8 @@ def print_stats(generation: "Generation") -> None:
 
     stats = generation.stats
     first = f"first token after {stats.first_token_seconds:.2f} s"
-    note(f"prompt: {stats.prompt_tokens} tokens, {stats.prompt_rate:.1f} tokens/s, {first}")
+    known = f" ({stats.known_tokens} of them known)" if stats.known_tokens else ""
+    note(f"prompt: {stats.prompt_tokens} tokens{known}, {stats.prompt_rate:.1f} tokens/s, {first}")
     note(f"generation: {stats.tokens} tokens, {stats.rate:.1f} tokens/s")
     note(f"memory: peak {human(stats.peak_bytes)}, KV cache {human(stats.cache_bytes)}")
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import card, classify, convert, embed, export, families, fill, generate, inspect, scoring, verify
+from . import card, chat, classify, convert, embed, export, families, fill, generate, inspect, scoring, verify
 from .terminal import argument, end_line, note, prepare
 
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -134,6 +134,7 @@ def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     cls=Program,
     commands=[
         generate.command,
+        chat.command,
         embed.command,
         fill.command,
         classify.command,

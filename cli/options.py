@@ -98,6 +98,16 @@ sampling_options = together(
         grouped(PENALTIES, "--min-tokens", int, "N", "Do not end before N tokens."),
     ]
 )
+CACHE = "Cache"
+cache_options = together(
+    [
+        grouped(CACHE, "--kv-bits", int, "BITS", "Keep keys and values in 4 or 8 bits."),
+        grouped(CACHE, "--kv-start", int, "N", "Only in texts of more than N tokens (0).", default=0),
+        grouped(CACHE, "--kv-size", int, "N", "Keep no more than N tokens in each layer."),
+        grouped(CACHE, "--kv-keep", int, "N", "The first N tokens among these (0).", default=0),
+    ]
+)
+KEEPING = ("kv_bits", "kv_start", "kv_size", "kv_keep")
 NAMES = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base"),

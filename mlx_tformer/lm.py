@@ -12,7 +12,7 @@ from .generation.batch import Request, Result, batch
 from .generation.generate import Generation, Prompt, generate
 from .generation.scoring import Score, score
 from .generation.settings import recommended
-from .nn import LM, Cache
+from .nn import LM, WHOLE, Cache, Keeping
 from .tokens import Tokenizer, Tokens
 
 NO_LIMIT = 2**31 - 1
@@ -73,9 +73,9 @@ class LanguageModel:
         """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
         return recommended(self.generation_config, self.origin)
 
-    def new_cache(self, context: int = 0) -> Cache:
-        """An empty cache, for a text that is planned to have `context` tokens."""
-        return self.model.new_cache(context)
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
+        """An empty cache, for a text that is planned to have `context` tokens; `how` much of it is kept."""
+        return self.model.new_cache(context, how)
 
     def tokens(self, text: str) -> Tokens:
         """The ids of a text; `.table()` shows them."""

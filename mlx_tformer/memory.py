@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .errors import MlxTformerError, UsageError
-from .nn import stateful
+from .nn import WHOLE, Keeping, stateful
 from .nn.moe import QuantizedExpertLinear
 
 CGROUPS, MEMBERSHIP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
@@ -111,35 +111,39 @@ def compute_dtype(model: nn.Module) -> mx.Dtype:
     return next((array.dtype for array in arrays(model) if mx.issubdtype(array.dtype, mx.floating)), mx.float32)
 
 
-def kv_bytes(model: nn.Module, tokens: int, dtype: mx.Dtype) -> int:
+def kv_bytes(model: nn.Module, tokens: int, dtype: mx.Dtype, how: Keeping = WHOLE) -> int:
     """Bytes that the caches of all layers keep of one text of `tokens` tokens, in `dtype`.
 
-    Layers with a window keep no more than the window. Buffers grow in steps, so that up to `KV.STEP` tokens more are
-    held in each layer, and in a window the chunk that was read last.
+    Layers with a window keep no more than the window, and `how` may bound or pack the others. Buffers grow in steps, so
+    that up to `KV.STEP` tokens more are held in each layer, and in a window the chunk that was read last.
     """
     if tokens < 0:
         raise UsageError(f"tokens: found {tokens}, expected 0 or more")
-    return sum(m.state_bytes(tokens, dtype) for m in stateful(model))
+    return sum(m.kept_bytes(tokens, dtype, how) for m in stateful(model))
 
 
-def tokens_that_fit(model: nn.Module, budget: int, most: int, dtype: mx.Dtype) -> int:
+def tokens_that_fit(model: nn.Module, budget: int, most: int, dtype: mx.Dtype, how: Keeping = WHOLE) -> int:
     """The longest text, of at most `most` tokens, whose cache needs no more than `budget` bytes."""
     remembering = stateful(model)
     lengths = range(min(most + 1, sys.maxsize))
-    return max(bisect_right(lengths, budget, key=lambda n: sum(m.state_bytes(n, dtype) for m in remembering)) - 1, 0)
+    return max(
+        bisect_right(lengths, budget, key=lambda n: sum(m.kept_bytes(n, dtype, how) for m in remembering)) - 1, 0
+    )
 
 
-def check_fits(model: nn.Module, *, tokens: int, dtype: mx.Dtype, device: Memory | None = None) -> None:
+def check_fits(
+    model: nn.Module, *, tokens: int, dtype: mx.Dtype, device: Memory | None = None, how: Keeping = WHOLE
+) -> None:
     """Raise MemoryRefusal, with both figures, if weights and a cache for `tokens` tokens need more than is recommended.
 
     Both are counted in `dtype`, so a model that was built and has not got its weights yet is counted as it will be.
     """
     device = of_device() if device is None else device
-    weights, cache = weights_bytes(model, dtype), kv_bytes(model, tokens, dtype)
+    weights, cache = weights_bytes(model, dtype), kv_bytes(model, tokens, dtype, how)
     needed, limit = weights + cache, device.recommended
     if needed <= limit:
         return
-    fit = tokens_that_fit(model, limit - weights, tokens, dtype)
+    fit = tokens_that_fit(model, limit - weights, tokens, dtype, how)
     advice = f"ask for fewer tokens ({fit} fit) or quantize" if fit else "quantize or take a smaller model"
     # Figures that read alike would not explain anything.
     show = human if human(needed) != human(limit) else "{:,} bytes".format

@@ -129,9 +129,9 @@ def test_keys_and_values_of_the_memory_are_made_once() -> None:
     with seen("*.cross.op.k") as found:
         model.decode(target[:, :1], model.encode(ids), kept)
     assert len(found) == 3
-    with seen("*.cross.op.k") as found:
+    with seen("*.cross.op.k") as again:  # shown in every step, and there is no memory to make them of
         model.decode(target[:, 1:2], cache=kept)
-    assert found == {}
+    assert all(mx.array_equal(again[name], keys).item() for name, keys in found.items())
     with pytest.raises(UsageError, match="memory: found none"):
         model.decode(target[:, :1], cache=model.new_cache())
 

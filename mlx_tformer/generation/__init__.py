@@ -1,11 +1,16 @@
-"""Text from a model: sampling, the token loop, stopping, searching, batches and scoring. Read in this order:
-`settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `decode`, `generate`, `rules`, `beam`,
-`conditioned`, `batch`, `scoring`."""
+"""Text from a model: sampling, the token loop, stopping, speculation, searching, batches, scoring, conversations.
+
+Read in this order: `settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `decode`, `drafts`,
+`speculate`, `generate`, `prompt_cache`, `rules`, `beam`, `conditioned`, `batch`, `scoring`, `reasoning`,
+`conversation`.
+"""
 
 from .batch import Result, batch
 from .beam import Search
 from .conditioned import Found
+from .conversation import Conversation
 from .generate import Generation, Step, generate
+from .prompt_cache import PromptCache
 from .sampling import Sampler
 from .scores import TokenScore
 from .scoring import Comparison, Perplexity, Score, compare, perplexity, score
@@ -14,9 +19,11 @@ from .stopping import StopStrings
 
 __all__ = [
     "Comparison",
+    "Conversation",
     "Found",
     "Generation",
     "Perplexity",
+    "PromptCache",
     "Result",
     "Sampler",
     "Sampling",

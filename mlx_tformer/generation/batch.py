@@ -57,14 +57,21 @@ class Result:
 
 
 def batch(
-    lm: "LanguageModel", prompts: Iterable[Request], *, size: int = SIZE, logprobs: int = 0, **settings: Any
+    lm: "LanguageModel",
+    prompts: Iterable[Request],
+    *,
+    size: int = SIZE,
+    logprobs: int = 0,
+    names: Sequence[str] | None = None,
+    **settings: Any,
 ) -> Iterator[Result]:
     """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
 
     A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
     stop, stop_at_end and those of `Sampling`, as in `generate`. Prompts are taken as they are needed.
 
-    Raises UsageError as `generate` does, with the number of the prompt, when its turn comes.
+    Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
+    its number.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -77,7 +84,7 @@ def batch(
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     if isinstance(prompts, str | mx.array | Mapping):
         raise UsageError("prompts: found a single one, expected several, as in a list")
-    return _in_order(_Batch(lm, _rows(lm, prompts, settings), size, logprobs))
+    return _in_order(_Batch(lm, _rows(lm, prompts, settings, names), size, logprobs))
 
 
 @dataclass
@@ -106,12 +113,14 @@ class _Row:
         return self.result.finish is not None
 
 
-def _rows(lm: "LanguageModel", prompts: Iterable[Request], settings: Mapping[str, Any]) -> Iterator[_Row]:
+def _rows(
+    lm: "LanguageModel", prompts: Iterable[Request], settings: Mapping[str, Any], names: Sequence[str] | None
+) -> Iterator[_Row]:
     for index, request in enumerate(prompts):
         try:
             yield _row(lm, index, request, settings)
         except UsageError as error:
-            raise UsageError(f"prompt {index}: {error}") from None
+            raise UsageError(f"{f'prompt {index}' if names is None else names[index]}: {error}") from None
 
 
 def _row(lm: "LanguageModel", index: int, request: Request, settings: Mapping[str, Any]) -> _Row:

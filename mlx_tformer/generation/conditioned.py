@@ -1,13 +1,13 @@
 """Texts of encoder-decoder models: a source is read once, and the decoder writes while it looks at that."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import Cache, Position, Seq2Seq
+from ..nn import WHOLE, Cache, Keeping, Position, Seq2Seq
 from .beam import BeamDecoder, Search
 from .decode import Decoder
 from .generate import Generation, Prompt, Stats, Step, Transcript, check_max_tokens, checked_ids, encoder, steps
@@ -32,9 +32,9 @@ class Conditioned:
     def __post_init__(self) -> None:
         self.memory = self.model.encode(self.source, attention_mask=self.attention_mask)  # computed when it is needed
 
-    def new_cache(self, context: int = 0) -> Cache:
-        """An empty cache of the decoder."""
-        return self.model.new_cache(context)
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
+        """An empty cache of the decoder; `how` much of it is kept."""
+        return self.model.new_cache(context, how)
 
     def hidden(self, ids: mx.array, cache: Cache) -> mx.array:
         """The residual stream (B, L, C) for ids that follow what the cache remembers."""
@@ -125,7 +125,7 @@ def generate(
 class Found(Generation):
     """The steps of what a beam search found, all of which come at its end."""
 
-    def __init__(self, found: Iterator[Step], prompt: list[int], stats: Stats, decoder: BeamDecoder):
+    def __init__(self, found: Generator[Step], prompt: list[int], stats: Stats, decoder: BeamDecoder):
         super().__init__(found, prompt, stats)
         self._decoder = decoder
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..errors import MlxTformerError
-from ..nn import Cache, Position
+from ..nn import WHOLE, Cache, Keeping, Position
 from .sampling import Chosen
 from .scores import PromptScores, Top, top_of
 
@@ -25,7 +25,7 @@ class NotANumber(MlxTformerError):
 class Writer(Protocol):
     """A model that continues ids, with a cache: an `LM`, or a decoder that looks at a source."""
 
-    def new_cache(self, context: int = 0) -> Cache: ...
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache: ...
 
     def hidden(self, ids: mx.array, cache: Cache) -> mx.array: ...
 
@@ -57,12 +57,17 @@ class Decoder:
     planned: int
     scores: PromptScores | None = None
     """Where to put what the model thought of the prompt's tokens, if somebody wants to know."""
+    how: Keeping = WHOLE
+    given: Cache | None = None
+    """What is remembered already, of the first tokens of the prompt."""
+    whole: bool = field(default=True, init=False)
+    """Whether every layer has read the same tokens; not so where something came in between."""
     ids: list[int] = field(init=False)
     cache: Cache = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
-        self.cache = self.model.new_cache(len(self.ids))
+        self.cache = self.model.new_cache(len(self.ids), self.how) if self.given is None else self.given
         self._scaled = self.model.scaled_positions()
 
     def __iter__(self) -> Iterator[tuple[int, float, Top]]:
@@ -71,16 +76,19 @@ class Decoder:
         current = self.begin()
         while len(self.ids) + 1 < self.planned:
             if self._outgrown():
-                yield self._take(current)
-                self.cache = self.model.new_cache(self.planned)
+                yield self.take(current)
+                self.cache = self.model.new_cache(self.planned, self.how)
                 current = self.begin()
                 continue
-            following = self._sample(self.model(current.token[:, None], self.cache)[:, -1])
-            yield self._take(current)
+            self.whole = False
+            logits = self.model(current.token[:, None], self.cache)[:, -1]
+            self.whole = True
+            following = self._sample(logits)
+            yield self.take(current)
             current = following
             if len(self.ids) % CHUNK == 0:
                 mx.clear_cache()
-        yield self._take(current)
+        yield self.take(current)
 
     @property
     def steady(self) -> bool:
@@ -92,21 +100,22 @@ class Decoder:
         return self._sample(self._read_prompt())
 
     def _read_prompt(self) -> mx.array:
-        """Put all ids into the cache, chunk by chunk; returns the logits (1, V) after the last."""
-        ids = mx.array([self.ids])
-        last = (len(self.ids) - 1) // CHUNK * CHUNK
-        for start in range(0, last, CHUNK):
-            self._score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
+        """Put all ids that the cache has not read into it, chunk by chunk; returns the logits (1, V) after the last."""
+        ids, known, self.whole = mx.array([self.ids]), self.cache.length, False
+        last = known + (len(self.ids) - known - 1) // CHUNK * CHUNK
+        for start in range(known, last, CHUNK):
+            self.score(self.model.hidden(ids[:, start : start + CHUNK], self.cache))
             mx.eval(self.cache.arrays)
             mx.clear_cache()
         hidden = self.model.hidden(ids[:, last:], self.cache)
-        self._score(hidden)
+        self.score(hidden)
         logits = self.model.logits(hidden[:, -1])
         mx.eval(logits)
         mx.clear_cache()
+        self.whole = True
         return logits
 
-    def _score(self, hidden: mx.array) -> None:
+    def score(self, hidden: mx.array) -> None:
         """Tell what the model thought of the tokens of the prompt, once."""
         if self.scores is not None and not self.scores.complete:
             self.scores.read(self.model, hidden)
@@ -116,7 +125,7 @@ class Decoder:
         mx.async_eval(*chosen)
         return chosen
 
-    def _take(self, chosen: Chosen) -> tuple[int, float, Top]:
+    def take(self, chosen: Chosen) -> tuple[int, float, Top]:
         """Wait for a token and append it to the text."""
         token, logprob = chosen.token.item(), chosen.logprob.item()
         assert isinstance(token, int) and isinstance(logprob, float)

@@ -1,24 +1,28 @@
 """Generation as callers see it: a prompt and settings in, steps of text out."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import Cache
+from ..memory import check_fits
+from ..nn import Cache, Keeping
 from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
+from .drafts import draft_for
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
 from .settings import Encode, sampling_of
+from .speculate import MOST, Speculation, Speculator
 from .stopping import StopStrings
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
+    from .prompt_cache import PromptCache
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -42,16 +46,21 @@ class Stats:
     """Counts and times of one generation; times in seconds, sizes in bytes."""
 
     prompt_tokens: int = 0
+    known_tokens: int = 0
+    """Tokens of the prompt that were remembered from before."""
     tokens: int = 0
     first_token_seconds: float = 0.0
     seconds: float = 0.0
     cache_bytes: int = 0
     peak_bytes: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    """How well guesses did, if there were any."""
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens per second, up to the first token."""
-        return self.prompt_tokens / self.first_token_seconds if self.first_token_seconds else 0.0
+        """Prompt tokens that were read per second, up to the first token."""
+        read = self.prompt_tokens - self.known_tokens
+        return read / self.first_token_seconds if self.first_token_seconds else 0.0
 
     @property
     def rate(self) -> float:
@@ -68,7 +77,7 @@ class Generation(Iterator[Step]):
     """The steps of one generation, made as they are asked for; `stats`, `text` and `tokens` tell what came so far, and
     after the first step `prompt_scores` what the model thought of the prompt, if that was asked for."""
 
-    def __init__(self, steps: Iterator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
+    def __init__(self, steps: Generator[Step], prompt: list[int], stats: Stats, scores: PromptScores | None = None):
         self.prompt, self.stats = prompt, stats
         self._scores = scores
         self.tokens: list[int] = []
@@ -80,6 +89,10 @@ class Generation(Iterator[Step]):
     def prompt_scores(self) -> list[TokenScore]:
         """The prompt's tokens with their log-probabilities; the first has none."""
         return [] if self._scores is None else self._scores.found
+
+    def close(self) -> None:
+        """End here; what was read is there for the next generation with the same `memory`."""
+        self._steps.close()
 
     def __next__(self) -> Step:
         step = next(self._steps)
@@ -99,6 +112,13 @@ def generate(
     logprobs: int = 0,
     prompt_logprobs: bool = False,
     watch: AbstractContextManager[object] | None = None,
+    draft: "str | LanguageModel | None" = None,
+    draft_tokens: int = MOST,
+    kv_bits: int | None = None,
+    kv_start: int = 0,
+    kv_size: int | None = None,
+    kv_keep: int = 0,
+    memory: "PromptCache | None" = None,
     **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
@@ -108,10 +128,15 @@ def generate(
     how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
     model thought of the prompt. watch: what to look with while the model runs, and only then, such as
     `inspect.stats()`; it is entered for each step. The model is one token ahead, so that what it did with a token is
-    seen by the time the token comes, unless it is the last.
+    seen by the time the token comes, unless it is the last. draft: guess tokens that the model then checks several at a
+    time: "lookup" in the text itself, "ahead" with the model's own module for that, or another model with the same
+    tokens; up to `draft_tokens` at a time. The text is as likely as without, and the same at temperature 0. kv_bits,
+    kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what earlier generations have read, of
+    which the common beginning is not read again, and which learns this one.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
-    prompt that leaves no room in the model's context.
+    prompt that leaves no room in the model's context; MemoryRefusal, before anything is read, where the cache does not
+    fit this machine.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -123,11 +148,22 @@ def generate(
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
     transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end)
+    how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
+    check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
+    given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     sampler = sampler_for(lm, ids, sampling, logprobs)
-    decoder = Decoder(lm.model, ids, sampler, planned=len(ids) + transcript.limit, scores=scores)
-    stats = Stats(prompt_tokens=len(ids))
-    return Generation(steps(decoder, transcript, stats, watch), ids, stats, scores)
+    planned = len(ids) + transcript.limit
+    decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
+    stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
+    chosen: Chosen = decoder
+    if draft is not None:
+        kind = draft if isinstance(draft, str) else draft.model
+        guesses = draft_for(kind, lm.model, sampler, planned, draft_tokens)
+        if decoder.steady:
+            chosen = Speculator(decoder, lm.model, sampler, guesses, draft_tokens, stats.speculation)
+    made = steps(chosen, transcript, stats, watch)
+    return Generation(_learning(made, decoder, memory), ids, stats, scores)
 
 
 def transcript_of(
@@ -200,7 +236,8 @@ def checked_ids(lm: Reader, prompt: Prompt) -> list[int]:
 class Chosen(Protocol):
     """What gives ids, their log-probabilities and the likeliest ids in their place one by one, and has a cache."""
 
-    cache: Cache
+    @property
+    def cache(self) -> Cache: ...
 
     def __iter__(self) -> Iterator[tuple[int, float, Top]]: ...
 
@@ -231,9 +268,18 @@ class Transcript:
         return Step(text, token, logprob, finish, top)
 
 
+def _learning(made: Generator[Step], decoder: Decoder, memory: "PromptCache | None") -> Generator[Step]:
+    """The steps; when they end, or when nobody wants more, the memory learns what was read."""
+    try:
+        yield from made
+    finally:
+        if memory is not None:
+            memory.learn(decoder.ids, decoder.cache if decoder.whole else None)
+
+
 def steps(
     decoder: Chosen, transcript: Transcript, stats: Stats, watch: AbstractContextManager[object] | None = None
-) -> Iterator[Step]:
+) -> Generator[Step]:
     """The tokens of a decoder as steps with their text, up to where it ends."""
     mx.reset_peak_memory()
     begun = time.perf_counter()

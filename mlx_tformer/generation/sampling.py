@@ -59,25 +59,66 @@ class Sampler:
 
     def __call__(self, logits: mx.array) -> Chosen:
         """logits (B, V) -> a token for each row."""
+        return self._chosen(logits, None, None)
+
+    def check(self, logits: mx.array, guess: mx.array, drawn: mx.array | None = None) -> Chosen:
+        """A token for each row, which has been guessed, (B,): the guess is taken so often that tokens come as often as
+        without it (Leviathan et al. 2022, arXiv 2211.17192, section 2.3).
+
+        drawn: the log-probabilities (B, V) that the guess was drawn by; None if it was not left to chance.
+        """
+        return self._chosen(logits, guess, drawn)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a token depends on its own logits alone: always the best one, whatever was written before."""
+        plain = Sampling()
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "min_tokens")
+        return all(
+            row.temperature < COLDEST
+            and not row.bad_words
+            and all(vars(row)[name] == vars(plain)[name] for name in names)
+            for row in self.rows
+        )
+
+    def each(self, logits: mx.array) -> Chosen:
+        """logits (n, V) of n places in a single row's text -> a token for each, where that is `settled`."""
         logits = logits.astype(mx.float32)
+        return self._told(logits, mx.argmax(self._changed(logits), axis=-1))
+
+    def _chosen(self, logits: mx.array, guess: mx.array | None, drawn: mx.array | None) -> Chosen:
+        logits = logits.astype(mx.float32)
+        token = self._choose(self._changed(logits), guess, drawn)
+        self._past(logits).add(token)
+        self.chosen = [count + 1 for count in self.chosen]
+        return self._told(logits, token)
+
+    def _changed(self, logits: mx.array) -> mx.array:
+        return self._past(logits).changed(logits, self.chosen)
+
+    def _past(self, logits: mx.array) -> "_History":
         if self._history is None:
             self._history = _History(self.rows, self._prompts, self._end_ids, logits.shape[-1], self._written)
+        return self._history
+
+    def _told(self, logits: mx.array, token: mx.array) -> Chosen:
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        token = self._choose(self._history.changed(logits, self.chosen))
-        self._history.add(token)
-        self.chosen = [count + 1 for count in self.chosen]
         logprob = mx.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
         return Chosen(token, logprob, *best(logprobs, self.top))
 
-    def _choose(self, logits: mx.array) -> mx.array:
+    def _choose(self, logits: mx.array, guess: mx.array | None, guessed_by: mx.array | None) -> mx.array:
         greedy = [row.temperature < COLDEST for row in self.rows]
         if all(greedy):
             return mx.argmax(logits, axis=-1)
         keys = mx.stack([self._keys[:, 0], self._keys[:, 1] ^ mx.array(self.chosen, dtype=mx.uint32)], axis=1)
-        # Two draws of one key would not be independent, so the one for XTC has a key that no step can have.
+        # Two draws of one key would not be independent, so those for XTC and for guesses have keys that no step has.
         rare = mx.stack([~keys[:, 0], keys[:, 1]], axis=1)
-        scores = filtered(logits, self.rows, rare, self._end_ids)
-        drawn = mx.argmax(scores + _for_rows(gumbel, keys, logits.shape[-1]), axis=-1)
+        scores, noise = filtered(logits, self.rows, rare, self._end_ids), _for_rows(gumbel, keys, logits.shape[-1])
+        if guess is None:
+            drawn = mx.argmax(scores + noise, axis=-1)
+        else:
+            chance = _for_rows(uniform, ~keys, 1)
+            drawn = accepted(scores, guess, guessed_by, chance, noise)
         return mx.where(mx.array(greedy), mx.argmax(logits, axis=-1), drawn) if any(greedy) else drawn
 
 
@@ -151,6 +192,23 @@ def filtered(
         now = _for_rows(uniform, keys, 1) < _column(rows, "xtc_probability")
         scores = filters.exclude_top(scores, _column(rows, "xtc_threshold"), now, end_ids)
     return scores
+
+
+def accepted(
+    scores: mx.array, guess: mx.array, guessed_by: mx.array | None, chance: mx.array, noise: mx.array
+) -> mx.array:
+    """Guesses (B,) that are taken with probability p / q, where p is by the log-weights `scores` (B, V) and q by the
+    log-probabilities `guessed_by`; else what is drawn by max(p - q, 0).
+
+    chance: numbers (B, 1) from 0 to 1. noise: what `gumbel` gives, (B, V).
+    """
+    at = guess[:, None]
+    wanted = mx.softmax(scores, axis=-1, precise=True)
+    sure = mx.zeros(wanted.shape)
+    had = mx.put_along_axis(sure, at, mx.array(1.0), axis=-1) if guessed_by is None else mx.exp(guessed_by)
+    taken = chance * mx.take_along_axis(had, at, axis=-1) < mx.take_along_axis(wanted, at, axis=-1)  # (B, 1)
+    instead = mx.argmax(mx.log(mx.maximum(wanted - had, 0)) + noise, axis=-1)
+    return mx.where(taken[:, 0], guess, instead)
 
 
 def best(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:

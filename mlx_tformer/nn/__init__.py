@@ -15,15 +15,17 @@ from .cross import CrossAttention
 from .delta import GatedDelta
 from .draft import NextToken
 from .encoder import POOLS, Classifier, Encoder, TokenHead, pooled
+from .keeping import WHOLE, Keeping
 from .latent import LatentAttention
 from .linear import matrix
 from .linear_attention import LinearAttention
 from .lsh import LSHAttention
-from .mask import Around, Causal, Chunk, Everything, Mask, Window, visible
+from .mask import Around, Causal, Chunk, Everything, Mask, Recent, Window, visible
 from .mlp import ACTIVATIONS, Gate, GatedMlp, Mlp
 from .model import LM, Embed, Scaled, SoftCap, Stack
 from .moe import ExpertLinear, Experts, Groups, Mixture, PlainExperts, Router
 from .norm import AllHeads, EachHead, Identity, LayerNorm, RMSNorm, ShiftedRMSNorm, UnitRMSNorm
+from .packed import KeptKV, PackedKV
 from .position import (
     Alibi,
     DynamicNTK,
@@ -53,6 +55,7 @@ __all__ = [
     "KV",
     "LM",
     "POOLS",
+    "WHOLE",
     "Alibi",
     "AllHeads",
     "Apart",
@@ -79,6 +82,8 @@ __all__ = [
     "GatedNorm",
     "Groups",
     "Identity",
+    "Keeping",
+    "KeptKV",
     "LSHAttention",
     "LatentAttention",
     "LayerNorm",
@@ -100,12 +105,14 @@ __all__ = [
     "Multipliers",
     "NextToken",
     "NormedGate",
+    "PackedKV",
     "Parallel",
     "Patches",
     "Places",
     "PlainExperts",
     "Position",
     "RMSNorm",
+    "Recent",
     "Recurrent",
     "RelativeBias",
     "Residual",

@@ -5,10 +5,13 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UsageError
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .keeping import Keeping
 from .linear import matrix
 from .mask import Causal, Mask, window_of
+from .packed import KeptKV, PackedKV, packed_bytes
 from .position import Position
 from .spectator import Call, Places, spectators
 from .tap import Module, tap, wanted
@@ -82,6 +85,24 @@ class Attention(Stateful):
         kept = tokens if window is None else min(tokens, window)
         return 2 * self.kv_heads * self.head_dim * kept * dtype.size
 
+    def kept_state(self, how: Keeping) -> State:
+        window = window_of(self.mask)
+        if how.size is not None and how.bounds(window):
+            if how.keep and self.position.bias(range(1), range(1), None) is not None:
+                raise UsageError(
+                    "kv_keep: positions that add to the scores (ALiBi, T5) cannot skip tokens; leave it out"
+                )
+            return KeptKV(how.size, how.keep) if how.keep else WindowKV(how.size)
+        return PackedKV(how.bits, how.start) if how.bits is not None and window is None else self.new_state()
+
+    def kept_bytes(self, tokens: int, dtype: mx.Dtype, how: Keeping) -> int:
+        window = window_of(self.mask)
+        if how.size is not None and how.bounds(window):
+            return self.state_bytes(min(tokens, how.size), dtype)
+        if how.bits is not None and window is None and tokens > how.start:
+            return 2 * tokens * packed_bytes(self.kv_heads, self.head_dim, how.bits, dtype)
+        return self.state_bytes(tokens, dtype)
+
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx
         q, k, v, gate = self._heads(self.qkv(x))
@@ -89,15 +110,25 @@ class Attention(Stateful):
             x if self.clip is None else mx.clip(x, -self.clip, self.clip) for x in (self.q_norm(q), self.k_norm(k), v)
         )
         q, k = self.position.turn(q, k, ctx.offset, ctx.context)
-        state = ctx.state(self.path)
+        q, state = tap(self, "q", q), ctx.state(self.path)
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
-        q, k, v = tap(self, "q", q), tap(self, "k", k), tap(self, "v", v)
+            q = state.turn(q)
+        k, v = self._offered("k", k, state), self._offered("v", v, state)
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
         at = ctx.places(k.shape[2])
         z = attend(self, q, k, v, scale=self.scale, mask=mask, bias=bias, softcap=self.softcap, sinks=sinks, at=at)
+        z = state.turn_back(z) if isinstance(state, KV) else z
         return joined_heads(self, z if gate is None else z * mx.sigmoid(gate), self.out)
+
+    def _offered(self, name: str, x: mx.array, state: State | None) -> mx.array:
+        """Keys or values for watchers, turned back if the cache has turned them."""
+        if not isinstance(state, KV) or not wanted(self, name):
+            return tap(self, name, x)
+        shown = state.turn_back(x)
+        changed = tap(self, name, shown)
+        return x if changed is shown else state.turn(changed)
 
     def _heads(self, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
         """(B, L, (H + 2K) * D) -> q (B, H, L, D), k and v (B, K, L, D), and the gate (B, H, L, D) if there is one"""

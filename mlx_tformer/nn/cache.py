@@ -4,12 +4,15 @@ The caller owns the cache and passes it in; a model keeps nothing itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
+from .keeping import WHOLE, Keeping
 from .tap import Module
 
 
@@ -18,6 +21,10 @@ class State(ABC):
 
     length: int = 0
     """Tokens seen, forgotten ones included."""
+    rewinds: ClassVar[bool] = True
+    """Whether `trim` can take back the tokens of the last call."""
+    saved: ClassVar[tuple[str, ...]] = ("length",)
+    """Attributes that a file keeps: arrays, lists of them, and whole numbers."""
 
     @property
     @abstractmethod
@@ -27,6 +34,30 @@ class State(ABC):
     @abstractmethod
     def trim(self, count: int) -> None:
         """Forget the last `count` tokens; raises UsageError where what came before them is gone."""
+
+    def fork(self) -> "State":
+        """A state that remembers the same; what is written to one of the two is not seen in the other."""
+        twin = copy(self)
+        vars(twin).update({name: _handle(value) for name, value in vars(self).items()})
+        return twin
+
+    def stored(self) -> dict[str, mx.array | int]:
+        """What a file keeps, by name; `restore` takes it back."""
+        found: dict[str, mx.array | int] = {}
+        for name in self.saved:
+            value = vars(self).get(name)
+            if isinstance(value, list):
+                found |= {f"{name}.{i}": x for i, x in enumerate(value)}
+            elif value is not None:
+                found[name] = value
+        return found
+
+    def restore(self, found: Mapping[str, mx.array | int]) -> None:
+        """Remember what a state of this kind had stored."""
+        for name in self.saved:
+            several = [x for key, x in found.items() if key.startswith(f"{name}.")]
+            if name in found or several:
+                vars(self)[name] = several or found[name]
 
     def take(self, rows: mx.array) -> None:
         """Keep these rows of the batch, (N,), in this order; a row may be there several times, as beams begin."""
@@ -42,6 +73,13 @@ class State(ABC):
         raise UsageError(f"padding cannot be dropped from {type(self).__name__}")
 
 
+def _handle(value: Any) -> Any:
+    """Another name for an array, which may be written to under one name only; anything else as it is."""
+    if isinstance(value, list):
+        return [_handle(x) for x in value]
+    return value.astype(value.dtype) if isinstance(value, mx.array) else value
+
+
 class KV(State):
     """Keys (B, K, S, D) and values (B, K, S, Dv) of all tokens, in buffers that grow by `STEP` tokens.
 
@@ -49,6 +87,7 @@ class KV(State):
     """
 
     STEP = 256
+    saved: ClassVar[tuple[str, ...]] = ("length", "first", "keys", "values")
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -60,6 +99,16 @@ class KV(State):
     def arrays(self) -> list[mx.array]:
         return [] if self.keys is None or self.values is None else [self.keys, self.values]
 
+    def stored(self) -> dict[str, mx.array | int]:
+        used, found = self.length - self.first, super().stored()
+        growing = {name: x[..., :used, :] for name in self.growing if isinstance(x := found.get(name), mx.array)}
+        return {**found, **growing}
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """Names of buffers with room for more tokens behind those that count."""
+        return ("keys", "values")
+
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Remember the keys and values of L new tokens; returns those of every token that they may look at."""
         start, stop = self._make_room(keys, values)
@@ -69,6 +118,14 @@ class KV(State):
         since = self._oldest_for(self.length) - self.first
         self.length += keys.shape[2]
         return self.keys[..., since:stop, :], self.values[..., since:stop, :]
+
+    def turn(self, q: mx.array) -> mx.array:
+        """Queries (B, H, L, D) for the keys that `append` returned."""
+        return q
+
+    def turn_back(self, z: mx.array) -> mx.array:
+        """What attention made (B, H, L, Dv) of the values that `append` returned, as of the values that it got."""
+        return z
 
     def trim(self, count: int) -> None:
         if not 0 <= count <= self.length:
@@ -91,7 +148,7 @@ class KV(State):
         """The tokens in a buffer behind as many zeros as make them `kept`, and room to grow."""
         assert buffer is not None
         count = self.length - self.first
-        room = _rounded(kept, self.STEP) - kept
+        room = rounded(kept, self.STEP) - kept
         return mx.pad(buffer[..., :count, :], [(0, 0), (0, 0), (kept - count, room), (0, 0)])
 
     def drop(self, count: int) -> None:
@@ -106,13 +163,16 @@ class KV(State):
         start = self.length - self.first
         stop = start + keys.shape[2]
         if self.keys is None or self.values is None:
-            self.keys, self.values = _empty(keys, _rounded(stop, self.STEP)), _empty(values, _rounded(stop, self.STEP))
+            self.keys, self.values = (
+                empty_like(keys, rounded(stop, self.STEP)),
+                empty_like(values, rounded(stop, self.STEP)),
+            )
         elif stop > self.keys.shape[2]:
             kept = range(self._oldest_for(self.length) - self.first, start)
             self.first += kept.start
             start, stop = len(kept), len(kept) + keys.shape[2]
-            self.keys = _moved(self.keys, kept, _rounded(stop, self.STEP))
-            self.values = _moved(self.values, kept, _rounded(stop, self.STEP))
+            self.keys = moved(self.keys, kept, rounded(stop, self.STEP))
+            self.values = moved(self.values, kept, rounded(stop, self.STEP))
         return start, stop
 
     def _oldest_for(self, position: int) -> int:
@@ -141,19 +201,20 @@ class WindowKV(KV):
         super().trim(count)
 
 
-def _rounded(size: int, step: int) -> int:
+def rounded(size: int, step: int) -> int:
+    """The smallest multiple of `step` that `size` fits in."""
     return (size + step - 1) // step * step
 
 
-def _empty(like: mx.array, size: int) -> mx.array:
+def empty_like(like: mx.array, size: int) -> mx.array:
     """Room for `size` tokens shaped as those in `like` (B, K, L, D)."""
     return mx.zeros((*like.shape[:2], size, like.shape[3]), like.dtype)
 
 
-def _moved(buffer: mx.array, kept: range, size: int) -> mx.array:
+def moved(buffer: mx.array, kept: range, size: int) -> mx.array:
     """A buffer of `size` tokens that begins with those at `kept` of another one."""
     old = buffer[..., kept.start : kept.stop, :]
-    return mx.concatenate([old, _empty(old, size - len(kept))], axis=2)
+    return mx.concatenate([old, empty_like(old, size - len(kept))], axis=2)
 
 
 class Memory(State):
@@ -167,6 +228,14 @@ class Memory(State):
     @property
     def arrays(self) -> list[mx.array]:
         return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def turn(self, q: mx.array) -> mx.array:
+        """Queries (B, H, L, D) for the keys that `append` returned."""
+        return q
+
+    def turn_back(self, z: mx.array) -> mx.array:
+        """What attention made (B, H, L, Dv) of the values that `append` returned, as of the values that it got."""
+        return z
 
     def trim(self, count: int) -> None:
         if not 0 <= count <= self.length:
@@ -196,6 +265,14 @@ class Stateful(Module, ABC):
     def state_bytes(self, tokens: int, dtype: mx.Dtype) -> int:
         """Bytes that one text of `tokens` tokens needs here if it is kept in `dtype`, room for growth left out."""
 
+    def kept_state(self, how: Keeping) -> State:
+        """A fresh state that keeps as asked, where the module can; raises UsageError where that would be wrong."""
+        return self.new_state()
+
+    def kept_bytes(self, tokens: int, dtype: mx.Dtype, how: Keeping) -> int:
+        """`state_bytes` of such a state."""
+        return self.state_bytes(tokens, dtype)
+
 
 class Apart(Module):
     """A part of a model that keeps a cache of its own, because the model runs without it."""
@@ -216,16 +293,17 @@ class Cache:
     there is any. `real` (B, S) is True where the text that a decoder looks back to is no padding.
     """
 
-    def __init__(self, states: dict[str, State], context: int = 0):
+    def __init__(self, states: dict[str, State], context: int = 0, how: Keeping = WHOLE):
         self.states = states
         self.context = context
+        self.how = how
         self.left: mx.array | None = None
         self.real: mx.array | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, context: int = 0) -> "Cache":
+    def of(cls, model: nn.Module, context: int = 0, how: Keeping = WHOLE) -> "Cache":
         """An empty cache for `model`, whose modules must have been named."""
-        return cls({m.path: m.new_state() for m in stateful(model)}, context)
+        return cls({m.path: m.kept_state(how) for m in stateful(model)}, context, how)
 
     def __getitem__(self, path: str) -> State:
         return self.states[path]
@@ -239,6 +317,18 @@ class Cache:
     def arrays(self) -> list[mx.array]:
         """Everything that is remembered."""
         return [array for state in self.states.values() for array in state.arrays]
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether `trim` can take back the tokens of the last call."""
+        return all(state.rewinds for state in self.states.values())
+
+    def fork(self) -> "Cache":
+        """A cache that remembers the same and goes on by itself; what both have in common is in memory once, until one
+        of the two changes it."""
+        twin = copy(self)
+        twin.states = {path: state.fork() for path, state in self.states.items()}
+        return twin
 
     @property
     def nbytes(self) -> int:

@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from ..errors import UsageError
 from .cache import Cache, State
-from .mask import Mask, visible
+from .keeping import WHOLE
+from .mask import Mask, Recent, visible, visible_apart, window_of
 from .position import Position
-from .spectator import Places
+from .spectator import Places, spectators
+from .tap import watching
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,24 @@ class Context:
     def visible(self, mask: Mask, keys: int) -> mx.array | str | None:
         """Which of the last `keys` tokens the new ones see; layers with the same mask share the answer."""
         if (mask, keys) not in self._masks:
-            self._masks[mask, keys] = visible(mask, *self._ranges(keys), self.left, self.real)
+            self._masks[mask, keys] = self._visible(mask, keys)
         return self._masks[mask, keys]
+
+    def _visible(self, mask: Mask, keys: int) -> mx.array | str | None:
+        how = WHOLE if self.cache is None else self.cache.how
+        queries, last = self._ranges(keys)
+        if how.size is None or not how.bounds(window_of(mask)):
+            return visible(mask, queries, last, self.left, self.real)
+        mask = mask & Recent(how.size, how.keep)
+        if not how.keep:
+            return visible(mask, queries, last, self.left, self.real)
+        if self.left is not None:
+            raise UsageError("kv_keep: the first tokens of a padded batch cannot be kept; leave it out")
+        if not last.start:  # nothing has been dropped
+            return visible(mask, queries, last)
+        if watching() or spectators():
+            raise UsageError("kv_keep: keys with a gap between them cannot be watched; leave it out")
+        return visible_apart(mask, queries, how.keep, range(last.start + how.keep, last.stop))
 
     def bias(self, position: Position, keys: int) -> mx.array | None:
         """What a position adds to the scores of the new tokens and the last `keys` ones; layers that share it share

@@ -10,9 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .attention import attend, joined_heads
-from .cache import KV, State, Stateful
+from .cache import KV, State, Stateful, WindowKV
 from .context import Context
+from .keeping import Keeping
 from .mask import Causal, Mask
+from .packed import KeptKV
 from .position import Position
 from .spectator import Places
 from .tap import tap, wanted
@@ -77,6 +79,15 @@ class LatentAttention(Stateful):
 
     def state_bytes(self, tokens: int, dtype: mx.Dtype) -> int:
         return (self.rank + self.rotary) * tokens * dtype.size
+
+    def kept_state(self, how: Keeping) -> State:
+        """Latents are not packed: they are small, and everything is made of them."""
+        if how.size is not None:
+            return KeptKV(how.size, how.keep) if how.keep else WindowKV(how.size)
+        return self.new_state()
+
+    def kept_bytes(self, tokens: int, dtype: mx.Dtype, how: Keeping) -> int:
+        return self.state_bytes(tokens if how.size is None else min(tokens, how.size), dtype)
 
     def __call__(self, x: mx.array, ctx: Context | None = None) -> mx.array:
         ctx = Context.alone(x) if ctx is None else ctx

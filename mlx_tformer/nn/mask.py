@@ -111,6 +111,23 @@ class Chunk(Mask):
 
 
 @dataclass(frozen=True)
+class Recent(Mask):
+    """A query sees the first `keep` keys and the last ones, `size` in all: what a bounded cache holds."""
+
+    size: int
+    keep: int
+
+    def sees(self, query: mx.array, key: mx.array) -> mx.array:
+        return (key < self.keep) | (query - key < self.size - self.keep)
+
+    def covers(self, queries: range, keys: range) -> bool:
+        return queries[-1] - max(keys[0], self.keep) < self.size - self.keep
+
+    def __str__(self) -> str:
+        return f"the first {self.keep} of {self.size}" if self.keep else f"the last {self.size}"
+
+
+@dataclass(frozen=True)
 class Both(Mask):
     """All of several predicates."""
 
@@ -168,6 +185,12 @@ def visible(
     if parts == (Causal(),) and queries[-1] == keys[-1] and real is None:
         return "causal"
     return _and(Both(parts).sees(query, key), real)
+
+
+def visible_apart(mask: Mask, queries: range, first: int, keys: range) -> mx.array:
+    """The same where the keys are the `first` ones of the text and those of `keys`, as booleans (L, S)."""
+    key = mx.concatenate([mx.arange(first), mx.arange(keys.start, keys.stop)])
+    return mask.sees(mx.arange(queries.start, queries.stop)[:, None], key)
 
 
 def _and(seen: mx.array, real: mx.array | None) -> mx.array:

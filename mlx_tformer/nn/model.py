@@ -11,6 +11,7 @@ from .block import Block, Norm
 from .cache import Cache
 from .context import Context
 from .draft import NextToken
+from .keeping import WHOLE, Keeping
 from .position import Learned, Position, Rope, Sinusoidal, Unscaled
 from .tap import Elsewhere, Module, name_modules, tap, wanted
 
@@ -260,9 +261,10 @@ class LM(Module):
             raise UsageError(f"module: found {module}, but the model has {self.depth} that look further ahead")
         return self.drafts[module]
 
-    def new_cache(self, context: int = 0) -> Cache:
-        """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call)."""
-        return Cache.of(self, context)
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
+        """An empty cache, for a text that is planned to have `context` tokens (0: as long as the first call); `how`
+        much of it is kept, and in what form."""
+        return Cache.of(self, context, how)
 
     @property
     def vocab(self) -> int:

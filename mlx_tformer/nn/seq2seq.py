@@ -8,6 +8,7 @@ from .block import Norm
 from .cache import Cache
 from .context import Context
 from .encoder import padding_before
+from .keeping import WHOLE, Keeping
 from .model import Embed, Stack
 from .tap import Module, name_modules, tap
 
@@ -115,9 +116,9 @@ class Seq2Seq(Module):
         table = self.target if self.has_target else self.embed
         return tap(self, "logits", self.finish(table.as_linear(x) if self.tied else self.head(x)))
 
-    def new_cache(self, context: int = 0) -> Cache:
-        """An empty cache of the decoder."""
-        return Cache.of(self.decoder, context)
+    def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
+        """An empty cache of the decoder; `how` much of it is kept."""
+        return Cache.of(self.decoder, context, how)
 
     @property
     def vocab(self) -> int:

@@ -27,6 +27,9 @@ CHUNK = 64
 class Recurrent(State):
     """The hidden state after the last token, and the inputs that the convolution still needs; neither grows."""
 
+    rewinds = False
+    saved = ("length", "inputs", "hidden")
+
     def __init__(self) -> None:
         self.inputs: mx.array | None = None  # (B, taps - 1, features)
         self.hidden: mx.array | None = None  # (B, ..., N), float32

@@ -57,7 +57,8 @@ def _grid(picture: Grid, make: Any) -> "Figure":
     axes = drawn.add_subplot()
     low, high = picture.bounds
     image = axes.imshow(picture.values, cmap=_colours(low < 0), vmin=low, vmax=high, aspect="auto")
-    axes.set(title=picture.title, xlabel=picture.across, ylabel=picture.down)
+    axes.set_title(picture.title, fontsize=9)
+    axes.set(xlabel=picture.across, ylabel=picture.down)
     _ticks(axes, picture.rows, picture.columns)
     if picture.text is not None or picture.values.size <= WRITTEN:
         _write(axes, picture)
