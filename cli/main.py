@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from . import bench, card, chat, classify, convert, embed, export, families, fill, generate, scoring, verify
+from . import bench, card, chat, classify, convert, embed, export, families, fill, generate, inspect, scoring, verify
 from .terminal import argument, end_line, note, prepare
 
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -138,6 +138,7 @@ def version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         embed.command,
         fill.command,
         classify.command,
+        inspect.command,
         convert.command,
         card.command,
         verify.command,

@@ -14,7 +14,7 @@ from mlx_tformer.nn import watch
 from mlx_tformer.training import cross_entropy
 
 START, LENGTH, BATCH, STEPS = 10, 8, 48, 240  # the digits are ids 0 to 9
-reverse = (sys.argv[1] if len(sys.argv) > 1 else "reverse") == "reverse"
+reverse = sys.argv[1:2] != ["copy"]
 
 lm = mt.build("transformer", dim=64, heads=2, layers=1, hidden=128, vocab=11, initializer_range=64**-0.5, seed=1)
 rates = [optim.linear_schedule(0, 5e-3, 30), optim.cosine_decay(5e-3, STEPS - 30)]

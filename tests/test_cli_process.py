@@ -236,3 +236,13 @@ def test_a_card_of_a_model_on_the_hub_leaves_the_weights_there(tmp_path: Path) -
         assert "model.safetensors" in hub.fetched()
     assert json.loads(out)["tokenizer_size"] == 67
     assert generated == run("generate", "-m", str(model), "-n", "3", "a")
+
+
+def test_looking_inside_has_colours_and_a_bar_on_a_terminal_and_only_there() -> None:
+    arguments = ("inspect", "--layer", "0", "--head", "0", "to be")
+    _, plain, told = run(*arguments)
+    shown = on_terminal("stdout", *arguments, COLORTERM="truecolor")
+    assert re.search(r"48;2;\d+;\d+;\d+m", shown) and b"\x1b" not in plain + told
+    without = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()]
+    assert without == [line.rstrip() for line in plain.decode().splitlines()]
+    assert "looking" in on_terminal("stderr", *arguments)

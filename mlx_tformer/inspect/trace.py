@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 class Inspectable(Protocol):
     """What `load` returns: a model with its tokenizer."""
 
-    model: nn.Module
-    tokenizer: Tokenizer | None
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
 
 
 @dataclass(frozen=True)

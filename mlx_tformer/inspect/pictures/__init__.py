@@ -6,7 +6,7 @@ Read in this order: `picture` (what is drawn), `colours`, `terminal`, `png`, `pa
 
 from .page import page, write_page
 from .picture import Grid, Heads, Picture
-from .png import figure, png
+from .png import figure, needs_matplotlib, png
 from .terminal import show
 
-__all__ = ["Grid", "Heads", "Picture", "figure", "page", "png", "show", "write_page"]
+__all__ = ["Grid", "Heads", "Picture", "figure", "needs_matplotlib", "page", "png", "show", "write_page"]

@@ -33,13 +33,20 @@ def png(picture: Picture, path: str | Path, *, dpi: int = 150) -> None:
         raise InputOutputError(f"{path}: {error.strerror or error}") from None
 
 
+def needs_matplotlib() -> None:
+    """Raise UsageError without matplotlib: for those who would know before they compute what is to be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError("a PNG needs matplotlib: pip install 'mlx-tformer[plot]'") from None
+
+
 def figure(picture: Picture) -> "Figure":
     """The picture as a matplotlib figure, to be changed further: a grid, or a small map for each head, a row or more
     for each layer."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("a PNG needs matplotlib: pip install 'mlx-tformer[plot]'") from None
+    needs_matplotlib()
+    from matplotlib.figure import Figure
+
     return _heads(picture, Figure) if isinstance(picture, Heads) else _grid(picture, Figure)
 
 
@@ -50,7 +57,8 @@ def _grid(picture: Grid, make: Any) -> "Figure":
     axes = drawn.add_subplot()
     low, high = picture.bounds
     image = axes.imshow(picture.values, cmap=_colours(low < 0), vmin=low, vmax=high, aspect="auto")
-    axes.set(title=picture.title, xlabel=picture.across, ylabel=picture.down)
+    axes.set_title(picture.title, fontsize=9)
+    axes.set(xlabel=picture.across, ylabel=picture.down)
     _ticks(axes, picture.rows, picture.columns)
     if picture.text is not None or picture.values.size <= WRITTEN:
         _write(axes, picture)
@@ -61,9 +69,10 @@ def _grid(picture: Grid, make: Any) -> "Figure":
 def _write(axes: "Axes", picture: Grid) -> None:
     """The texts or the values of the cells, in an ink that shows on their colour."""
     low, high = picture.bounds
+    digits = ".2f" if 0.1 < high <= 10 else ".2g"  # what the scale tells apart
     for row, values in enumerate(picture.values.tolist()):
         for column, value in enumerate(values):
-            text = f"{value:.2g}" if picture.text is None else _plain(picture.text[row][column])
+            text = f"{value:{digits}}" if picture.text is None else _plain(picture.text[row][column])
             strong = abs(value) > 0.55 * max(-low, high)
             axes.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if strong else "black")
 

@@ -78,9 +78,9 @@ def _written(picture: Grid, text: Sequence[Sequence[str]], width: int, console: 
 
 
 def _number(value: float) -> str:
-    """Three digits of a value, or two where three are too wide for a cell."""
-    text = f"{value:.3g}"
-    return text if len(text) < NUMBER else f"{value:.2g}"
+    """Three digits of a value, or as many as fit into a cell."""
+    texts = [f"{value:{digits}}" for digits in (".3g", ".2g", ".4f", ".3f", ".0e")]
+    return next((text for text in texts if len(text) < NUMBER), texts[-1])
 
 
 def _mapped(picture: Grid, most: int, console: Console) -> list[Text]:
