@@ -68,7 +68,8 @@ def batch(
     """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
 
     A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
-    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. Prompts are taken as they are needed.
+    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. Prompts are taken as they are
+    needed.
 
     Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
     its number.

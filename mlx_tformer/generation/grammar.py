@@ -1,4 +1,4 @@
-"""Text that a JSON schema or a regular expression allows, and no other: `llguidance` tells, after each token, which ones
+"""Text that a JSON schema or a regular expression allows, and no other: `llguidance` tells, after each token, which
 may follow.
 
 What it is told of the vocabulary are the bytes that each token adds to the text, so that it sees what a reader will.
