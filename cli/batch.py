@@ -75,7 +75,7 @@ def generate_batch(asked: "Request") -> None:
 def continued(
     lm: "LanguageModel", asked: "Request", lines: list[Line], done: int, shape: dict[str, Any]
 ) -> Iterator[tuple[int, "Result"]]:
-    """The results of the lines that are not done yet, with their numbers; `shape`: of those that do not tell their own."""
+    """The results of the lines that are not done yet, with their numbers; `shape`: what lines are that do not say."""
     settings = sampling_settings(asked.sampling, lm.recommended_sampling)
     requests = (request(lm, asked, line, shape) for line in lines[done:])
     results = lm.batch(

@@ -293,3 +293,12 @@ def test_the_bundled_model_writes_what_is_asked_for(shakespeare: mt.LanguageMode
     cut = shakespeare.generate("ROMEO:", regex="中{5}", max_tokens=4)
     list(cut)
     assert (cut.text, cut.finish) == ("中", "length")
+
+
+def test_a_real_model_answers_in_json(smollm2_dense: mt.LanguageModel) -> None:
+    lm = smollm2_dense
+    parts = {"capital": {"type": "string", "maxLength": 20}, "continent": {"enum": ["Africa", "Asia", "Europe"]}}
+    ids = lm.chat([{"role": "user", "content": "Tell me the capital and the continent of France, as JSON."}])
+    generation = lm.generate(ids, json_schema=boundless(parts), max_tokens=60)
+    list(generation)
+    assert json.loads(generation.text) == {"capital": "Paris", "continent": "Europe"}

@@ -1,6 +1,6 @@
 """Tokens per second with guesses from the text itself (prompt lookup), beside plain decoding, on a copy-editing prompt.
 
-    python tests/bench/speculation.py MODEL [--dtype float32] [--tokens 160] [--rounds 3]
+    python tests/bench/speculation.py MODEL [--dtype float32] [--tokens 160] [--rounds 3] [--packed]
 
 The two take turns in one process, so that a busy machine slows both alike: look at the ratio, not at the figures. The
 model is asked to repeat a text with one word changed, so much of what it writes stands in its prompt.
@@ -9,9 +9,7 @@ model is asked to repeat a text with one word changed, so much of what it writes
 import argparse
 import statistics
 
-from measuring import print_table
-
-import mlx_tformer as mt
+from measuring import dense, print_table
 
 TEXT = """The harbour office opens at seven in the morning and closes at four in the afternoon. Visitors who arrive by \
 boat should report to the office before they unload anything. A small fee is charged for each night, and the money is \
@@ -26,8 +24,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=160, help="tokens to write at most")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--packed", action="store_true", help="leave packed weights packed")
     given = parser.parse_args()
-    lm = mt.load(given.model, dtype=given.dtype)
+    lm = dense(given.model, given.dtype, given.packed)
     ids = lm.chat([{"role": "user", "content": QUESTION}])
     list(lm.generate(ids, max_tokens=4))  # weights are read when they are first used
     rates: dict[str, list[float]] = {"plain": [], "lookup": []}
