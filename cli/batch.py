@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from .options import sampling_settings
+from .options import constraints, sampling_settings
 from .progress import progress_bar
 from .terminal import Writer, decoded, is_unicode, note
 
@@ -46,9 +46,12 @@ def generate_batch(asked: "Request") -> None:
         raise click.UsageError(
             "--batch keeps whole caches, and none of them in a file; leave out --prompt-cache and --kv-"
         )
+    if asked.draft is not None or asked.draft_tokens is not None:
+        raise click.UsageError("--batch checks no guesses; leave out --draft and --draft-tokens")
+    shape = constraints(asked.json_schema, asked.regex)
     texts = read(str(asked.batch))
     lm = decoder(loaded(asked), "--batch")
-    lines = [line_of(lm, asked, f"{asked.batch}: line {i + 1}", text) for i, text in enumerate(texts)]
+    lines = [line_of(lm, asked, f"{asked.batch}: line {i + 1}", text, shape) for i, text in enumerate(texts)]
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
     check_fits(lm.model, tokens=min(asked.limit, lm.context), dtype=lm.dtype)
@@ -60,7 +63,7 @@ def generate_batch(asked: "Request") -> None:
     in_ascii = asked.output is None and not is_unicode()
     with bounded_cache(FREED), wired(asked.wired), output(asked.output) as out:
         try:
-            for index, result in continued(lm, asked, lines, done):
+            for index, result in continued(lm, asked, lines, done, shape):
                 out.write(json.dumps(as_dict(index, lines[index], result), ensure_ascii=in_ascii) + "\n")
                 done = index + 1
         except KeyboardInterrupt:
@@ -69,10 +72,12 @@ def generate_batch(asked: "Request") -> None:
             raise
 
 
-def continued(lm: "LanguageModel", asked: "Request", lines: list[Line], done: int) -> Iterator[tuple[int, "Result"]]:
-    """The results of the lines that are not done yet, with their numbers."""
+def continued(
+    lm: "LanguageModel", asked: "Request", lines: list[Line], done: int, shape: dict[str, Any]
+) -> Iterator[tuple[int, "Result"]]:
+    """The results of the lines that are not done yet, with their numbers; `shape`: what lines are that do not say."""
     settings = sampling_settings(asked.sampling, lm.recommended_sampling)
-    requests = (request(lm, asked, line) for line in lines[done:])
+    requests = (request(lm, asked, line, shape) for line in lines[done:])
     results = lm.batch(
         requests,
         size=asked.size,
@@ -98,7 +103,7 @@ def read(file: str) -> list[str]:
     return found
 
 
-def line_of(lm: "LanguageModel", asked: "Request", where: str, text: str) -> Line:
+def line_of(lm: "LanguageModel", asked: "Request", where: str, text: str, shape: dict[str, Any]) -> Line:
     """A line, checked; raises click.UsageError for one that is no object with a prompt."""
     try:
         found = json.loads(text)
@@ -107,18 +112,19 @@ def line_of(lm: "LanguageModel", asked: "Request", where: str, text: str) -> Lin
     if not isinstance(found, dict) or sum(key in found for key in PROMPTS) != 1:
         expected = 'an object with a "prompt", "messages" or "ids"'
         raise click.UsageError(f'{where}: found {text[:60]!r}, expected {expected}, as in {{"prompt": "ROMEO:"}}')
-    rest = [asked.system, asked.raw, asked.limit, asked.stop, asked.sampling, asked.logprobs, lm.origin]
+    rest = [asked.system, asked.raw, asked.limit, asked.stop, asked.sampling, asked.logprobs, shape, lm.origin]
     dependent = json.dumps([found, rest, str(lm.dtype)], sort_keys=True, default=str)
     return Line(where, found, hashlib.sha256(dependent.encode()).hexdigest()[:16])
 
 
-def request(lm: "LanguageModel", asked: "Request", line: Line) -> dict[str, Any]:
-    """What the library takes for a line."""
+def request(lm: "LanguageModel", asked: "Request", line: Line, shape: dict[str, Any]) -> dict[str, Any]:
+    """What the library takes for a line, which may have a shape of its own."""
     from mlx_tformer.errors import UsageError
 
     from .generate import conversation, plain
 
     own = {key: value for key, value in line.asked.items() if key not in (*PROMPTS, "id")}
+    own = own if {"json_schema", "regex"} & own.keys() else {**shape, **own}
     try:
         if "ids" in line.asked:
             return {"prompt": line.asked["ids"], **own}

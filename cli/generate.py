@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import FILTERS, KEEPING, NAMES, GroupedCommand, cache_options, sampling_options, sampling_settings
+from .options import (
+    FILTERS,
+    KEEPING,
+    NAMES,
+    GroupedCommand,
+    cache_options,
+    constraints,
+    sampling_options,
+    sampling_settings,
+    shape_options,
+)
 from .terminal import Writer, note, read_input, write_json
 
 if TYPE_CHECKING:
@@ -56,6 +66,9 @@ SEARCH = ("beams", "length_penalty", "early_stopping", "first")
 @click.option("--logprobs", type=int, metavar="N", help="With --json: the N likeliest tokens in place of each.")
 @click.option("--prompt-logprobs", is_flag=True, help="With --json: log-probabilities of the prompt's tokens.")
 @click.option("--prompt-cache", metavar="FILE", help="Keep in FILE what was read; what it has is not read again.")
+@shape_options
+@click.option("--draft", metavar="MODEL", help="Guess tokens with a smaller MODEL, or with lookup or ahead, see above.")
+@click.option("--draft-tokens", type=int, metavar="N", help="Guess N tokens at a time at most (16).")
 @cache_options
 @click.option("--stats", is_flag=True, help="Speed and memory, on standard error.")
 @click.option("--batch", metavar="FILE", help="Continue the prompt of each line of FILE (JSON lines), see above.")
@@ -92,10 +105,18 @@ def command(**options: Any) -> None:
     \b
       mlx-tformer generate -m NAME --batch questions.jsonl --output answers.jsonl
 
+    --draft guesses several tokens that the model then checks at once; the text is what it would be without. lookup
+    takes them from the text so far, which helps where a text is quoted or edited; ahead from a module of the model's
+    own (DeepSeek-V3); anything else is a smaller model with the same tokens, found as --model is.
+
+    --json-schema and --regex let nothing else be written, whatever the model would like (pip install
+    'mlx-tformer[grammar]'). The text is whole unless --max-tokens, --stop or the context end it before.
+
     --wired keeps weights and caches in memory that macOS cannot page out. It helps where a model barely fits; it has
     also been part of kernel panics that take down the whole Mac, so it is off unless you ask for it.
 
-    --stats shows prompt tokens per second until the first new token, and generated tokens per second after it.
+    --stats shows prompt tokens per second until the first new token, and generated tokens per second after it; with
+    --draft, how many guesses were right, and tokens per pass of the model.
     """
     sampling = {name: options.pop(name) for name in (*NAMES, *TEXTS)}
     keeping = {name: options.pop(name) for name in KEEPING}
@@ -132,6 +153,10 @@ class Request:
     output: str | None
     wired: bool
     prompt_cache: str | None
+    json_schema: str | None
+    regex: str | None
+    draft: str | None
+    draft_tokens: int | None
     sampling: dict[str, Any]
     keeping: dict[str, Any]
 
@@ -150,7 +175,10 @@ def generate(asked: Request) -> None:
         raise click.UsageError("--system needs the chat template, which --raw leaves out")
     if (asked.logprobs is not None or asked.prompt_logprobs) and not asked.as_json:
         raise click.UsageError("--logprobs and --prompt-logprobs need --json, which they are printed in")
+    if asked.draft_tokens is not None and asked.draft is None:
+        raise click.UsageError("--draft-tokens needs --draft")
     lm = loaded(asked)
+    more = shape(lm, asked)
     ids, chat = prompt_ids(lm, text, asked)
     settings = sampling(lm, asked) | searching(lm, asked)
     from mlx_tformer.memory import bounded_cache, check_fits, wired
@@ -158,7 +186,7 @@ def generate(asked: Request) -> None:
     limit = longest(lm, asked)
     check_fits(lm.model, tokens=max(0, min(len(ids) + limit, lm.context)), dtype=lm.dtype, how=keeping(asked))
     told = {name: value for name in ("logprobs", "prompt_logprobs") if (value := vars(asked)[name])}
-    told |= {name: value for name, value in asked.keeping.items() if value}
+    told |= {name: value for name, value in asked.keeping.items() if value} | more | guesses(lm, asked, len(ids))
     with bounded_cache(FREED), wired(asked.wired), remembered(lm, asked) as memory:
         told |= {} if memory is None else {"memory": memory}
         generation = lm.generate(ids, max_tokens=limit, stop=asked.stop, **told, **settings)
@@ -171,7 +199,7 @@ def generate(asked: Request) -> None:
             if asked.stats and generation.stats.tokens:
                 print_stats(generation)
     if generation.finish == "length":
-        why_it_ended(lm, generation, chat)
+        why_it_ended(lm, generation, chat, cut=next(iter(more), ""))
 
 
 def longest(lm: "Model", asked: Request) -> int:
@@ -189,6 +217,31 @@ def decoder(lm: "Model", option: str) -> "LanguageModel":
     if not isinstance(lm, LanguageModel):
         raise click.UsageError(f"{option} is for models that continue a text, and {lm.origin} has an encoder")
     return lm
+
+
+def shape(lm: "Model", asked: Request) -> dict[str, Any]:
+    """What the text must be, by --json-schema or --regex."""
+    found = constraints(asked.json_schema, asked.regex)
+    if found:
+        decoder(lm, f"--{next(iter(found)).replace('_', '-')}")
+    return found
+
+
+def guesses(lm: "Model", asked: Request, length: int) -> dict[str, Any]:
+    """The settings of --draft for a prompt of so many tokens; a model must fit beside the other, cache included."""
+    if asked.draft is None:
+        return {}
+    target = decoder(lm, "--draft")
+    more = {} if asked.draft_tokens is None else {"draft_tokens": asked.draft_tokens}
+    if asked.draft in ("lookup", "ahead"):
+        return {"draft": asked.draft, **more}
+    from mlx_tformer.checkpoint.load import load_writer
+    from mlx_tformer.memory import check_both_fit
+
+    draft = decoder(load_writer(asked.draft, asked.dtype, context=0), "--draft")
+    tokens = max(0, min(length + longest(lm, asked), target.context))
+    check_both_fit(target, draft, tokens=tokens, how=keeping(asked))
+    return {"draft": draft, **more}
 
 
 def keeping(asked: Request) -> "Keeping":
@@ -343,15 +396,22 @@ def print_stats(generation: "Generation") -> None:
     known = f" ({stats.known_tokens} of them known)" if stats.known_tokens else ""
     note(f"prompt: {stats.prompt_tokens} tokens{known}, {stats.prompt_rate:.1f} tokens/s, {first}")
     note(f"generation: {stats.tokens} tokens, {stats.rate:.1f} tokens/s")
+    if stats.speculation.passes:
+        counts = stats.speculation
+        right = f"{counts.accepted} of {counts.proposed} guesses right ({counts.rate:.0%})"
+        note(f"draft: {right}, {(stats.tokens - 1) / counts.passes:.2f} tokens per pass")
     note(f"memory: peak {human(stats.peak_bytes)}, KV cache {human(stats.cache_bytes)}")
 
 
-def why_it_ended(lm: "Model", generation: "Generation", chat: bool) -> None:
-    """Say that a text was cut off, where that may not be what was meant."""
+def why_it_ended(lm: "Model", generation: "Generation", chat: bool, cut: str = "") -> None:
+    """Say that a text was cut off, where that may not be what was meant; `cut`: the setting that it may be short of."""
     from mlx_tformer import Seq2SeqModel
 
     reads = isinstance(lm, Seq2SeqModel)
     if (0 if reads else len(generation.prompt)) + len(generation.tokens) >= lm.context:
         note(f"stopped, because the context of {lm.context} tokens is full")
+    elif cut:
+        ended = f"stopped after {len(generation.tokens)} tokens, so it may be short of its --{cut.replace('_', '-')}"
+        note(f"{ended}; --max-tokens allows more")
     elif chat or reads:
         note(f"stopped after {len(generation.tokens)} tokens; --max-tokens allows more")

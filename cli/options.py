@@ -1,7 +1,9 @@
 """Options in groups, which `--help` shows under a heading each, and the ones that several commands share."""
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -98,6 +100,13 @@ sampling_options = together(
         grouped(PENALTIES, "--min-tokens", int, "N", "Do not end before N tokens."),
     ]
 )
+SHAPE = "Shape of the text"
+shape_options = together(
+    [
+        grouped(SHAPE, "--json-schema", str, "SCHEMA", "Write JSON of this schema: a file, or the schema itself."),
+        grouped(SHAPE, "--regex", str, "PATTERN", "Write text that PATTERN matches as a whole."),
+    ]
+)
 CACHE = "Cache"
 cache_options = together(
     [
@@ -116,6 +125,24 @@ NAMES = (
 FILTERS = {"top_k", "top_p", "min_p", "typical_p", "xtc_probability"}
 NEEDED = {"xtc_threshold": "xtc_probability", "dry_base": "dry_multiplier", "dry_allowed_length": "dry_multiplier"}
 """Options that say nothing without another one."""
+
+
+def constraints(schema: str | None, regex: str | None) -> dict[str, Any]:
+    """What the text must be, as settings for `generate`: `schema` is JSON, or names a file of it.
+
+    Raises click.UsageError for one that is neither.
+    """
+    if schema is None:
+        return {} if regex is None else {"regex": regex}
+    if regex is not None:
+        raise click.UsageError("--json-schema and --regex: give one of them")
+    inline = schema.lstrip().startswith("{") or schema.strip() in ("true", "false")
+    text = schema if inline else Path(schema).read_text(encoding="utf-8", errors="replace")
+    try:
+        return {"json_schema": json.loads(text)}
+    except (ValueError, RecursionError) as error:
+        where = "" if inline else f" {schema}:"
+        raise click.UsageError(f"--json-schema:{where} not JSON: {error}") from None
 
 
 def sampling_settings(options: dict[str, Any], recommended: dict[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,25 @@
 """mlx_tformer: generate with, convert and look inside transformer language models on Apple silicon."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .blas import preload
 
 preload()  # before anything imports mlx.core
 
-from .build import build  # noqa: E402
-from .checkpoint.convert import Conversion, convert  # noqa: E402
-from .checkpoint.export import Export, export  # noqa: E402
-from .checkpoint.load import load  # noqa: E402
-from .checkpoint.save import save  # noqa: E402
-from .checkpoint.verify import Verification, verify  # noqa: E402
-from .encoder import EncoderModel  # noqa: E402
-from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError  # noqa: E402
-from .labels import Label  # noqa: E402
-from .lm import LanguageModel  # noqa: E402
-from .seq2seq import Seq2SeqModel  # noqa: E402
-from .vision import VisionModel  # noqa: E402
+if TYPE_CHECKING:
+    from .checkpoint.convert import Conversion, convert
+    from .checkpoint.export import Export, export
+    from .checkpoint.load import load
+    from .checkpoint.save import save
+    from .checkpoint.verify import Verification, verify
+    from .encoder import EncoderModel
+    from .errors import BadInput, InputOutputError, Mismatch, MlxTformerError, UsageError
+    from .from_sizes import build
+    from .labels import Label
+    from .lm import LanguageModel
+    from .seq2seq import Seq2SeqModel
+    from .vision import VisionModel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,3 +43,31 @@ __all__ = [
     "save",
     "verify",
 ]
+
+_HOMES = {
+    "checkpoint.convert": ("Conversion", "convert"),
+    "checkpoint.export": ("Export", "export"),
+    "checkpoint.load": ("load",),
+    "checkpoint.save": ("save",),
+    "checkpoint.verify": ("Verification", "verify"),
+    "encoder": ("EncoderModel",),
+    "errors": ("BadInput", "InputOutputError", "Mismatch", "MlxTformerError", "UsageError"),
+    "from_sizes": ("build",),
+    "labels": ("Label",),
+    "lm": ("LanguageModel",),
+    "seq2seq": ("Seq2SeqModel",),
+    "vision": ("VisionModel",),
+}
+"""Which module each public name is in: it is imported with the first use, so that a program pays for what it uses."""
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{home}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

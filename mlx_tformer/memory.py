@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,9 @@ from mlx.utils import tree_flatten
 from .errors import MlxTformerError, UsageError
 from .nn import WHOLE, Keeping, stateful
 from .nn.moe import QuantizedExpertLinear
+
+if TYPE_CHECKING:
+    from .lm import LanguageModel
 
 CGROUPS, MEMBERSHIP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 # What the two generations of control groups call the limit, the usage, and the cached files that give way.
@@ -149,6 +152,20 @@ def check_fits(
     show = human if human(needed) != human(limit) else "{:,} bytes".format
     parts = f"weights {human(weights)} + cache {human(cache)} for {tokens} tokens"
     raise MemoryRefusal(f"needs {show(needed)} ({parts}), {show(limit)} {device.source} on this machine; {advice}")
+
+
+def check_both_fit(lm: "LanguageModel", draft: "LanguageModel", *, tokens: int, how: Keeping = WHOLE) -> None:
+    """Raise MemoryRefusal, with the figures, if a model and the smaller one that guesses for it need more together than
+    is recommended, each with a cache for `tokens` tokens; only that of the first is kept as `how` says."""
+    device = of_device()
+    sizes = [
+        weights_bytes(one.model, one.dtype) + kv_bytes(one.model, tokens, one.dtype, kept)
+        for one, kept in ((lm, how), (draft, WHOLE))
+    ]
+    if sum(sizes) > device.recommended:
+        parts = f"{human(sizes[0])} for the model + {human(sizes[1])} for its draft, {tokens} tokens each"
+        limit = f"{human(device.recommended)} {device.source} on this machine"
+        raise MemoryRefusal(f"needs {human(sum(sizes))} ({parts}), {limit}; take a smaller draft, or lookup")
 
 
 def human(size: int) -> str:

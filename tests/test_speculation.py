@@ -246,3 +246,18 @@ def test_a_model_with_other_tokens_is_refused() -> None:
     other = next(MODELS[c] for c in CASES if MODELS[c].vocab != lm.vocab)
     with pytest.raises(mt.UsageError, match="they must be the same tokens"):
         lm.generate([1, 2], draft=other)
+
+
+COPIED = """The harbour office opens at seven in the morning and closes at four in the afternoon. Visitors who arrive \
+by boat should report to the office before they unload anything. A small fee is charged for each night, and the money \
+is used to repair the pier, the lamps and the old crane."""
+
+
+def test_lookup_needs_few_passes_to_copy_a_text(smollm2_dense: mt.LanguageModel) -> None:
+    lm = smollm2_dense
+    question = f"Repeat this text exactly, word for word, but correct any spelling mistakes:\n\n{COPIED}"
+    ids = lm.chat([{"role": "user", "content": question}])
+    generation = lm.generate(ids, max_tokens=60, draft="lookup")
+    list(generation)
+    assert generation.text.startswith(COPIED[:60])
+    assert generation.stats.speculation.passes <= 0.6 * (len(generation.tokens) - 1)

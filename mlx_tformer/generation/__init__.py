@@ -1,7 +1,7 @@
 """Text from a model: sampling, the token loop, stopping, speculation, searching, batches, scoring, conversations.
 
-Read in this order: `settings`, `filters`, `penalties`, `sampling`, `scores`, `stopping`, `decode`, `drafts`,
-`speculate`, `generate`, `prompt_cache`, `rules`, `beam`, `conditioned`, `batch`, `scoring`, `reasoning`,
+Read in this order: `settings`, `filters`, `penalties`, `grammar`, `sampling`, `scores`, `stopping`, `decode`,
+`drafts`, `speculate`, `generate`, `prompt_cache`, `rules`, `beam`, `conditioned`, `batch`, `scoring`, `reasoning`,
 `conversation`.
 """
 

@@ -68,7 +68,8 @@ def batch(
     """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
 
     A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
-    stop, stop_at_end and those of `Sampling`, as in `generate`. Prompts are taken as they are needed.
+    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. Prompts are taken as they are
+    needed.
 
     Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
     its number.
@@ -129,7 +130,7 @@ def _row(lm: "LanguageModel", index: int, request: Request, settings: Mapping[st
         raise UsageError("found no prompt in it")
     ids = prompt_ids(lm, own.pop("prompt"))
     asked = {**settings, **own}
-    names = ("max_tokens", "stop", "stop_at_end")
+    names = ("max_tokens", "stop", "stop_at_end", "json_schema", "regex")
     transcript = transcript_of(lm, ids, **{name: asked.pop(name) for name in names if name in asked})
     sampling = sampling_of(asked).in_ids(encoder(lm.tokenizer), lm.vocab)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed  # the same in every batch that it is in
@@ -250,7 +251,8 @@ class _Batch:
         """What chooses the next tokens of rows, whose tokens have all been read."""
         end_ids = [i for i in self.lm.end_ids if 0 <= i < self.lm.vocab]
         prompts, written = [row.result.prompt for row in rows], [row.result.tokens for row in rows]
-        return Sampler([row.sampling for row in rows], prompts, written=written, end_ids=end_ids, top=self.top)
+        samplings, grammars = [row.sampling for row in rows], [row.transcript.grammar for row in rows]
+        return Sampler(samplings, prompts, written=written, end_ids=end_ids, top=self.top, grammars=grammars)
 
 
 def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:

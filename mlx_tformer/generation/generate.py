@@ -14,6 +14,7 @@ from ..nn import Cache, Keeping
 from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
 from .drafts import draft_for
+from .grammar import Grammar, Schema, grammar_for
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
 from .settings import Encode, sampling_of
@@ -36,7 +37,8 @@ class Step:
     token: int
     logprob: float
     finish: str | None = None
-    """None, or "end" (an end token), "stop" (a stop string), "length" (max_tokens or the context)."""
+    """None, or "end" (an end token, or all that a schema or regex allows is written), "stop" (a stop string), "length"
+    (max_tokens or the context). What a schema or regex allows is whole after "end"; else it is a beginning of that."""
     top: Top = ()
     """The likeliest tokens in its place, (id, log-probability), the best first: as many as were asked for."""
 
@@ -119,6 +121,8 @@ def generate(
     kv_size: int | None = None,
     kv_keep: int = 0,
     memory: "PromptCache | None" = None,
+    json_schema: Schema | None = None,
+    regex: str | None = None,
     **sampling: Any,
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
@@ -132,7 +136,9 @@ def generate(
     time: "lookup" in the text itself, "ahead" with the model's own module for that, or another model with the same
     tokens; up to `draft_tokens` at a time. The text is as likely as without, and the same at temperature 0. kv_bits,
     kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what earlier generations have read, of
-    which the common beginning is not read again, and which learns this one.
+    which the common beginning is not read again, and which learns this one. json_schema, regex: write nothing but JSON
+    of this schema, or text that this expression matches as a whole (with `llguidance`); where `max_tokens`, the context
+    or a stop string end it before, it is a beginning of such a text, and `Step.finish` is "length" or "stop".
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context; MemoryRefusal, before anything is read, where the cache does not
@@ -147,11 +153,11 @@ def generate(
     if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     ids = prompt_ids(lm, prompt)
-    transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end)
+    transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end, json_schema, regex)
     how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
-    sampler = sampler_for(lm, ids, sampling, logprobs)
+    sampler = sampler_for(lm, ids, sampling, logprobs, transcript.grammar)
     given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     planned = len(ids) + transcript.limit
     decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
@@ -172,12 +178,16 @@ def transcript_of(
     max_tokens: int = 100,
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
+    json_schema: Schema | None = None,
+    regex: str | None = None,
 ) -> "Transcript":
     """The text that may follow a prompt of `ids`; raises UsageError for settings that cannot be meant."""
     check_max_tokens(max_tokens)
-    stream = None if lm.tokenizer is None else lm.tokenizer.stream()
     end_ids = lm.end_ids if stop_at_end else frozenset()
-    return Transcript(stream, min(max_tokens, lm.context - len(ids)), end_ids, stop)
+    grammar = grammar_for(lm, json_schema, regex, sorted(end_ids))
+    # Spaces that are removed later are none that a grammar knows of.
+    stream = None if lm.tokenizer is None else lm.tokenizer.stream(clean=grammar is None)
+    return Transcript(stream, min(max_tokens, lm.context - len(ids)), end_ids, stop, grammar)
 
 
 def check_max_tokens(max_tokens: int) -> None:
@@ -186,10 +196,13 @@ def check_max_tokens(max_tokens: int) -> None:
         raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
 
 
-def sampler_for(lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0) -> Sampler:
+def sampler_for(
+    lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0, grammar: Grammar | None = None
+) -> Sampler:
     """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
     sampling = sampling_of(settings).in_ids(encoder(lm.tokenizer), lm.vocab)
-    return Sampler(sampling, [ids], end_ids=[i for i in lm.end_ids if 0 <= i < lm.vocab], top=top)
+    end_ids = [i for i in lm.end_ids if 0 <= i < lm.vocab]
+    return Sampler(sampling, [ids], end_ids=end_ids, top=top, grammars=[grammar])
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode | None:
@@ -246,26 +259,50 @@ class Transcript:
     """The text of one generation: takes its tokens, tells what of the text is safe to show, and when it ends.
 
     stream: makes text of tokens, if there is a tokenizer. limit: tokens that may come at most. end_ids: tokens that end
-    the text. stop: strings at which it ends.
+    the text. stop: strings at which it ends. grammar: what it may be.
     """
 
     def __init__(
-        self, stream: TextStream | None, limit: int, end_ids: frozenset[int] = frozenset(), stop: Sequence[str] = ()
+        self,
+        stream: TextStream | None,
+        limit: int,
+        end_ids: frozenset[int] = frozenset(),
+        stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
     ) -> None:
-        self.limit, self.tokens = limit, 0
+        self.limit, self.written, self.grammar = limit, list[int](), grammar
         self._stop, self._end_ids, self._stream = StopStrings(stop), end_ids, stream
+
+    @property
+    def tokens(self) -> int:
+        """How many have come."""
+        return len(self.written)
 
     def add(self, token: int, logprob: float, top: Top = ()) -> Step:
         """The step that a token makes."""
-        self.tokens += 1
+        self.written.append(token)
+        if self.grammar is not None:
+            self.grammar.follow(self.written)
         stream, stop, ended = self._stream, self._stop, token in self._end_ids
         text = "" if stream is None or ended else stop.add(stream.add(token))
-        finish = "end" if ended else "stop" if stop.found else "length" if self.tokens == self.limit else None
+        finish = "end" if ended else "stop" if stop.found else self._full()
         if finish in ("end", "length") and stream is not None:
-            text += stop.add(stream.finish())
+            text += stop.add(self._rest(stream, finish))
             finish = "stop" if stop.found else finish
             text += "" if stop.found else stop.finish()
         return Step(text, token, logprob, finish, top)
+
+    def _full(self) -> str | None:
+        """Why nothing more may come: everything that the grammar allows is there, or the limit is reached."""
+        last, grammar = self.tokens == self.limit, self.grammar
+        if grammar is not None and (last or not self._end_ids) and grammar.complete:
+            return "end"
+        return "length" if last else None
+
+    def _rest(self, stream: TextStream, finish: str) -> str:
+        """The text that was not settled; half a character is no beginning of what a grammar allows."""
+        text = stream.finish()
+        return text.rstrip("\ufffd") if finish == "length" and self.grammar is not None else text
 
 
 def _learning(made: Generator[Step], decoder: Decoder, memory: "PromptCache | None") -> Generator[Step]:

@@ -6,11 +6,12 @@ XTC. Everything is lazy and stays on the device, so that a step is under way bef
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from . import filters, penalties
+from .grammar import Grammar
 from .settings import Sampling
 
 COLDEST = 1e-6
@@ -35,7 +36,8 @@ class Sampler:
     Row r draws with a key of its own, from its seed and from the number of tokens that it has chosen, so that what
     stands in the other rows makes no difference. prompts: the ids of each row's prompt. written: the ids that have
     been chosen since, by another sampler (None: none). end_ids: tokens that end a text. top: how many of the most
-    likely tokens to tell.
+    likely tokens to tell. grammars: what each row's text may be (None: anything); what it may not be is as if the model
+    had ruled it out, before all other settings.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Sampler:
         written: Sequence[Sequence[int]] | None = None,
         end_ids: Sequence[int] = (),
         top: int = 0,
+        grammars: Sequence[Grammar | None] = (),
     ):
         self.rows = [rows] if isinstance(rows, Sampling) else list(rows)
         self.top = top
@@ -56,6 +59,8 @@ class Sampler:
         self._end_ids = mx.array(sorted(end_ids), dtype=mx.int32)
         self._keys = mx.stack([row_key(row.seed) for row in self.rows])
         self._history: _History | None = None
+        self._grammars = list(grammars) if any(grammar is not None for grammar in grammars) else []
+        self._last: mx.array | None = None
 
     def __call__(self, logits: mx.array) -> Chosen:
         """logits (B, V) -> a token for each row."""
@@ -72,6 +77,8 @@ class Sampler:
     @property
     def settled(self) -> bool:
         """Whether a token depends on its own logits alone: always the best one, whatever was written before."""
+        if self._grammars:
+            return False
         plain = Sampling()
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "min_tokens")
         return all(
@@ -88,10 +95,28 @@ class Sampler:
 
     def _chosen(self, logits: mx.array, guess: mx.array | None, drawn: mx.array | None) -> Chosen:
         logits = logits.astype(mx.float32)
-        token = self._choose(self._changed(logits), guess, drawn)
+        token = self._choose(self._changed(self._possible(logits)), guess, drawn)
         self._past(logits).add(token)
+        self._last = token
         self.chosen = [count + 1 for count in self.chosen]
         return self._told(logits, token)
+
+    def _possible(self, logits: mx.array) -> mx.array:
+        """The logits with -inf for what the grammars rule out; they see the last tokens while the device is at work on
+        the logits."""
+        if not self._grammars:
+            return logits
+        mx.async_eval(logits)
+        if self._last is not None:
+            for written, token in zip(self._written, cast(list[int], self._last.tolist()), strict=True):
+                written.append(token)
+            self._last = None
+        masks = []
+        for grammar, written in zip(self._grammars, self._written, strict=True):
+            if grammar is not None:
+                grammar.follow(written)
+            masks.append(mx.ones(logits.shape[-1:], mx.bool_) if grammar is None else grammar.allowed())
+        return mx.where(mx.stack(masks), logits, -mx.inf)
 
     def _changed(self, logits: mx.array) -> mx.array:
         return self._past(logits).changed(logits, self.chosen)

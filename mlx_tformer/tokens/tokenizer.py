@@ -16,6 +16,7 @@ from ..errors import UsageError
 from .control import ControlTokens, plain_data, strings
 from .files import Loaded, load, read_folder, understood
 from .spans import WAYS, Spans, by_ends, by_kind, stretches
+from .spelling import Spelling, spelling
 from .stream import TextStream, clean_up, detokenizer, flat, is_byte_level, token_bytes
 from .template import ChatTemplate, choose
 
@@ -136,17 +137,26 @@ class Tokenizer:
         with understood(self._where, quiet=self._wary):
             return self._backend.decode(ids, skip_special_tokens=skip_special)
 
-    def stream(self, *, skip_special: bool = False) -> TextStream:
-        """Text for ids that come one by one; its pieces, put together, are what `decode` gives."""
+    def stream(self, *, skip_special: bool = False, clean: bool = True) -> TextStream:
+        """Text for ids that come one by one; its pieces, put together, are what `decode` gives. `clean`: with what the
+        config's `clean_up_tokenization_spaces` asks for."""
         skip = (index for index, _ in self._control.tokens) if skip_special else ()
         made = detokenizer(self._decoder, self._backend.id_to_token, self._decode, self._backend.get_vocab)
-        return TextStream(made, skip=skip, clean=self._clean)
+        return TextStream(made, skip=skip, clean=clean and self._clean)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """What each id adds to the text; a character that several ids make up stands at the last of them."""
         stream = self.stream()
         found = [stream.add(self._checked_id(index)) for index in ids]
         return [*found[:-1], found[-1] + stream.finish()] if found else []
+
+    def spelling(self) -> Spelling | None:
+        """The bytes that each id adds to a text; None for a tokenizer that does not decode token by token."""
+        tokens = [self._backend.id_to_token(index) for index in range(self.size)]
+        with understood(self._where, quiet=self._wary):
+            return spelling(
+                self._decoder, tokens, lambda rows: self._backend.decode_batch(rows, skip_special_tokens=False)
+            )
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -22,6 +22,7 @@ def commands() -> dict[str, list[str]]:
         "python -c pass": [sys.executable, "-c", "pass"],
         "import mlx.core": [sys.executable, "-c", "import mlx.core"],
         "import mlx_tformer": [sys.executable, "-c", "import mlx_tformer"],
+        "mlx_tformer.load": [sys.executable, "-c", "import mlx_tformer; mlx_tformer.load"],
     }
     program = Path(sys.executable).with_name("mlx-tformer")
     if program.exists():

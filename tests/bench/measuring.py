@@ -5,7 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_tformer import LanguageModel
 
 
 def measured(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> Any:
@@ -15,6 +19,20 @@ def measured(code: str, *arguments: object, env: Mapping[str, str] | None = None
     if run.returncode:
         sys.exit(f"failed: {' '.join(command[2:])[:200]}\n{run.stderr[-2000:]}")
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def dense(where: str, dtype: str, packed: bool) -> "LanguageModel":
+    """A model to write with. Packed weights are unpacked, unless they are to stay: on a CPU MLX multiplies packed ones
+    with several tokens in as many times the time of one, so that nothing that reads several at once could gain."""
+    import mlx_tformer as mt
+
+    lm = mt.load(where, dtype=dtype)
+    if not packed:
+        sys.path.append(str(Path(__file__).parents[1]))
+        from helpers import unpack
+
+        unpack(lm.model)
+    return lm
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
