@@ -1,0 +1,35 @@
+"""What an import brings along: a program pays for what it uses."""
+
+import subprocess
+import sys
+
+import pytest
+
+import mlx_tformer as mt
+
+HEAVY = ("numpy", "torch", "transformers", "tokenizers", "jinja2", "rich", "huggingface_hub", "matplotlib", "PIL")
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `code`."""
+    program = f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_alone_brings_nothing_but_itself() -> None:
+    found = modules_after("import mlx_tformer")
+    assert not {"mlx.core", "mlx_tformer.nn", *HEAVY} & found
+
+
+@pytest.mark.parametrize("code", ["from mlx_tformer import load, convert, build", "import mlx_tformer.inspect"])
+def test_what_is_used_brings_nothing_heavy_before_it_is_needed(code: str) -> None:
+    heavy = HEAVY if "inspect" not in code else ("torch", "transformers", "matplotlib", "tokenizers", "PIL")
+    assert not set(heavy) & modules_after(code)
+
+
+def test_all_public_names_are_there() -> None:
+    assert set(mt.__all__) <= set(dir(mt))
+    assert all(vars(mt).get(name, getattr(mt, name)) is not None for name in mt.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'generator'"):
+        _ = mt.generator
