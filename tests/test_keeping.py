@@ -25,6 +25,7 @@ from mlx_tformer.nn import (
     Rope,
     Window,
     WindowKV,
+    watch,
 )
 from mlx_tformer.nn.mask import window_of
 from mlx_tformer.nn.packed import packed_bytes, turned
@@ -98,6 +99,28 @@ def test_a_packed_cache_changes_little_and_the_same_however_a_text_is_cut(case: 
     assert 0 < mx.abs(one - full).mean().item() < (0.02 if how.bits == 8 else 0.3) * deviation or not any(
         isinstance(module, Attention) for module in lm.model.modules()
     )
+
+
+def test_watchers_see_packed_keys_and_values_unturned_and_their_edits_count() -> None:
+    model = golden("llama-gqa-tied")
+    ids, site = mx.array([[5, 9, 13, 2, 7, 30]]), "decoder.layers.1.attn.op"
+
+    def run(how: Keeping, factor: float | None = None) -> tuple[mx.array, dict[str, mx.array]]:
+        found: dict[str, mx.array] = {}
+
+        def see(path: str, value: mx.array) -> mx.array | None:
+            found[path.removeprefix(f"{site}.")] = value
+            return None if factor is None else factor * value
+
+        with watch(f"{site}.[kv]", see):
+            return model(ids, model.new_cache(6, how)), found
+
+    plain, wanted = run(Keeping())
+    packed, found = run(Keeping(bits=8))
+    for name in "kv":
+        assert gap(found[name], wanted[name]) < 0.02 * float(mx.abs(wanted[name]).max().item())
+    assert mx.array_equal(packed, model(ids, model.new_cache(6, Keeping(bits=8))))
+    assert gap(run(Keeping(bits=8), 2.0)[0], run(Keeping(), 2.0)[0]) < 0.1 * gap(run(Keeping(), 2.0)[0], plain)
 
 
 def test_window_layers_latents_and_states_are_kept_as_they_are() -> None:

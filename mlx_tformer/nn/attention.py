@@ -115,7 +115,9 @@ class Attention(Stateful):
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
             q = state.turn(q)
+        kept = k, v
         k, v = self._offered("k", k, state), self._offered("v", v, state)
+        unchanged = k is kept[0] and v is kept[1]
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
         sinks = self.sinks if self.has_sinks else None
         z = attend(
@@ -130,7 +132,7 @@ class Attention(Stateful):
             softcap=self.softcap,
             sinks=sinks,
             at=ctx.places(k.shape[2]),
-            packed=state.as_keys() if isinstance(state, PackedKV) else None,
+            packed=state.as_keys() if isinstance(state, PackedKV) and unchanged else None,
         )
         z = state.turn_back(z) if isinstance(state, KV) else z
         return joined_heads(self, z if gate is None else z * mx.sigmoid(gate), self.out)
