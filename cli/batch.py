@@ -42,10 +42,9 @@ def generate_batch(asked: "Request") -> None:
     if asked.prompt is not None or asked.as_json or asked.stats or asked.prompt_logprobs:
         raise click.UsageError("--batch reads its prompts from FILE and prints JSON lines; it goes without PROMPT, "
                                "--json, --stats and --prompt-logprobs")  # fmt: skip
-    if asked.prompt_cache is not None or any(asked.keeping.values()):
-        raise click.UsageError(
-            "--batch keeps whole caches, and none of them in a file; leave out --prompt-cache and --kv-"
-        )
+    if asked.prompt_cache is not None or asked.keeping["kv_start"] or asked.keeping["kv_keep"]:
+        problem = "--batch keeps no cache in a file, and keeps texts alike from their first token"
+        raise click.UsageError(f"{problem}; leave out --prompt-cache, --kv-start and --kv-keep")
     if asked.draft is not None or asked.draft_tokens is not None:
         raise click.UsageError("--batch checks no guesses; leave out --draft and --draft-tokens")
     shape = constraints(asked.json_schema, asked.regex)
@@ -84,6 +83,8 @@ def continued(
         max_tokens=asked.limit,
         stop=asked.stop,
         logprobs=asked.logprobs or 0,
+        kv_bits=asked.keeping["kv_bits"],
+        kv_size=asked.keeping["kv_size"],
         names=[line.where for line in lines[done:]],
         **settings,
     )
@@ -112,8 +113,8 @@ def line_of(lm: "LanguageModel", asked: "Request", where: str, text: str, shape:
     if not isinstance(found, dict) or sum(key in found for key in PROMPTS) != 1:
         expected = 'an object with a "prompt", "messages" or "ids"'
         raise click.UsageError(f'{where}: found {text[:60]!r}, expected {expected}, as in {{"prompt": "ROMEO:"}}')
-    rest = [asked.system, asked.raw, asked.limit, asked.stop, asked.sampling, asked.logprobs, shape, lm.origin]
-    dependent = json.dumps([found, rest, str(lm.dtype)], sort_keys=True, default=str)
+    rest = [asked.system, asked.raw, asked.limit, asked.stop, asked.sampling, asked.keeping, asked.logprobs, shape]
+    dependent = json.dumps([found, rest, lm.origin, str(lm.dtype)], sort_keys=True, default=str)
     return Line(where, found, hashlib.sha256(dependent.encode()).hexdigest()[:16])
 
 

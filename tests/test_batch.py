@@ -67,6 +67,18 @@ def test_any_batch_gives_the_greedy_ids_of_the_plain_loop(
     assert found == [alone(lm, one["prompt"], max_tokens=one["max_tokens"], stop_at_end=False) for one in asked]
 
 
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("keeping", [{"kv_bits": 8}, {"kv_size": 6}])
+def test_texts_with_caches_that_keep_less_are_what_they_are_alone(
+    case: str, keeping: dict[str, int], models: dict[str, mt.LanguageModel]
+) -> None:
+    lm = models[case]
+    asked = [{"prompt": prompt(lm, i, length), "max_tokens": 6 + i} for i, length in enumerate([4, 15, 9, 2, 11])]
+    found = [result.tokens for result in lm.batch([dict(one) for one in asked], size=2, stop_at_end=False, **keeping)]
+    for tokens, one in zip(found, asked, strict=True):
+        assert tokens == alone(lm, one["prompt"], max_tokens=one["max_tokens"], stop_at_end=False, **keeping)
+
+
 @pytest.mark.parametrize("case", ["llama-gqa-tied", "jamba"])
 def test_a_seed_gives_the_same_text_alone_and_in_any_batch(case: str, models: dict[str, mt.LanguageModel]) -> None:
     lm = models[case]

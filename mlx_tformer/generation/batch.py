@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import Cache
+from ..nn import Cache, Keeping
+from ..nn.keeping import WHOLE
 from .decode import CHUNK, Decoder, NotANumber
 from .generate import Prompt, Step, Transcript, encoder, prompt_ids, transcript_of
 from .sampling import Chosen, Sampler
@@ -63,13 +64,15 @@ def batch(
     size: int = SIZE,
     logprobs: int = 0,
     names: Sequence[str] | None = None,
+    kv_bits: int | None = None,
+    kv_size: int | None = None,
     **settings: Any,
 ) -> Iterator[Result]:
     """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
 
     A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
-    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. Prompts are taken as they are
-    needed.
+    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. kv_bits, kv_size: what the cache
+    keeps of each text, see `Keeping`. Prompts are taken as they are needed.
 
     Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
     its number.
@@ -85,7 +88,8 @@ def batch(
         raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
     if isinstance(prompts, str | mx.array | Mapping):
         raise UsageError("prompts: found a single one, expected several, as in a list")
-    return _in_order(_Batch(lm, _rows(lm, prompts, settings, names), size, logprobs))
+    how = Keeping(bits=kv_bits, size=kv_size)
+    return _in_order(_Batch(lm, _rows(lm, prompts, settings, names), size, logprobs, how))
 
 
 @dataclass
@@ -151,8 +155,8 @@ def _in_order(results: Iterable[Result]) -> Iterator[Result]:
 class _Batch:
     """The texts that are under way, as rows of one cache, and the token that is under way for each."""
 
-    def __init__(self, lm: "LanguageModel", waiting: Iterator[_Row], size: int, top: int):
-        self.lm, self.size, self.top = lm, size, top
+    def __init__(self, lm: "LanguageModel", waiting: Iterator[_Row], size: int, top: int, how: Keeping = WHOLE):
+        self.lm, self.size, self.top, self.how = lm, size, top, how
         self.waiting, self.next = waiting, next(waiting, None)
         self.rows: list[_Row] = []
         self.steps = 0
@@ -174,7 +178,8 @@ class _Batch:
         new: list[tuple[Decoder, Chosen]] = []
         while self.next is not None and len(self.rows) < self.size and self._near(self.next):
             row = self.next
-            decoder = Decoder(self.lm.model, row.result.prompt, self._sampler([row]), planned=self._planned(row))
+            ids, planned = row.result.prompt, self._planned(row)
+            decoder = Decoder(self.lm.model, ids, self._sampler([row]), planned=planned, how=self.how)
             if self.rows and (not decoder.steady or self._regime(row) != self._regime(self.rows[0])):
                 break
             self.next = next(self.waiting, None)
