@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_tformer as mt
-from mlx_tformer.generation import Result
+from mlx_tformer.generation import Result, decode
 from mlx_tformer.nn import Cache
 
 KINDS = ["llama-gqa-tied", "mistral-window", "mixtral", "deepseek_v3", "mamba", "jamba"]
@@ -65,6 +65,19 @@ def test_any_batch_gives_the_greedy_ids_of_the_plain_loop(
     asked = [{"prompt": prompt(lm, i, length), "max_tokens": tokens} for i, (length, tokens) in enumerate(texts)]
     found = [result.tokens for result in lm.batch([dict(one) for one in asked], size=size, stop_at_end=False)]
     assert found == [alone(lm, one["prompt"], max_tokens=one["max_tokens"], stop_at_end=False) for one in asked]
+
+
+@given(case=st.sampled_from(KINDS), chunk=st.integers(1, 9), length=st.integers(1, 40))
+@settings(max_examples=30)
+def test_any_split_of_a_prompt_gives_the_same_ids(
+    case: str, chunk: int, length: int, models: dict[str, mt.LanguageModel]
+) -> None:
+    lm = models[case]
+    ids = prompt(lm, length, length)
+    wanted = alone(lm, ids, max_tokens=8, stop_at_end=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "CHUNK", chunk)
+        assert alone(lm, ids, max_tokens=8, stop_at_end=False) == wanted
 
 
 @pytest.mark.parametrize("case", KINDS)
