@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..nn import Cache, Keeping
 from ..nn.keeping import WHOLE
 from .decode import CHUNK, Decoder, NotANumber
-from .generate import Prompt, Step, Transcript, encoder, prompt_ids, transcript_of
+from .generate import Prompt, Step, Transcript, check_logprobs, encoder, prompt_ids, transcript_of
 from .sampling import Chosen, Sampler
 from .scores import top_of
 from .settings import Sampling, sampling_of
@@ -84,8 +84,7 @@ def batch(
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UsageError(f"size: found {size}, expected a whole number of 1 or more")
-    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
-        raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
+    check_logprobs(logprobs, lm.vocab)
     if isinstance(prompts, str | mx.array | Mapping):
         raise UsageError("prompts: found a single one, expected several, as in a list")
     how = Keeping(bits=kv_bits, size=kv_size)

@@ -150,8 +150,7 @@ def generate(
     >>> len(steps), steps[-1].finish
     (5, 'length')
     """
-    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= lm.vocab:
-        raise UsageError(f"logprobs: found {logprobs}, expected a whole number from 0 to {lm.vocab}")
+    check_logprobs(logprobs, lm.vocab)
     ids = prompt_ids(lm, prompt)
     transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end, json_schema, regex)
     how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
@@ -164,12 +163,16 @@ def generate(
     stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
     chosen: Chosen = decoder
     if draft is not None:
-        kind = draft if isinstance(draft, str) else draft.model
-        guesses = draft_for(kind, lm.model, sampler, planned, draft_tokens)
+        guesses = draft_for(draft if isinstance(draft, str) else draft.model, lm.model, sampler, planned, draft_tokens)
         if decoder.steady:
             chosen = Speculator(decoder, lm.model, sampler, guesses, draft_tokens, stats.speculation)
-    made = steps(chosen, transcript, stats, watch)
-    return Generation(_learning(made, decoder, memory), ids, stats, scores)
+    return Generation(_learning(steps(chosen, transcript, stats, watch), decoder, memory), ids, stats, scores)
+
+
+def check_logprobs(count: int, vocab: int) -> None:
+    """Raise UsageError for a number of likeliest tokens that there cannot be."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= vocab:
+        raise UsageError(f"logprobs: found {count}, expected a whole number from 0 to {vocab}")
 
 
 def transcript_of(

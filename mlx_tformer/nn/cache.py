@@ -80,7 +80,29 @@ def _handle(value: Any) -> Any:
     return value.astype(value.dtype) if isinstance(value, mx.array) else value
 
 
-class KV(State):
+class Pair(State):
+    """Keys (B, K, S, D) and values (B, K, S, Dv), once there are any."""
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.length = 0
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def trim(self, count: int) -> None:
+        if not 0 <= count <= self.length:
+            raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
+        self.length -= count
+
+    def take(self, rows: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class KV(Pair):
     """Keys (B, K, S, D) and values (B, K, S, Dv) of all tokens, in buffers that grow by `STEP` tokens.
 
     A buffer that grew for every token would be copied for every token.
@@ -90,14 +112,8 @@ class KV(State):
     saved: ClassVar[tuple[str, ...]] = ("length", "first", "keys", "values")
 
     def __init__(self) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        super().__init__()
         self.first = 0  # position of the first token in the buffers
-        self.length = 0
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [] if self.keys is None or self.values is None else [self.keys, self.values]
 
     def stored(self) -> dict[str, mx.array | int]:
         used, found = self.length - self.first, super().stored()
@@ -126,15 +142,6 @@ class KV(State):
     def turn_back(self, z: mx.array) -> mx.array:
         """What attention made (B, H, L, Dv) of the values that `append` returned, as of the values that it got."""
         return z
-
-    def trim(self, count: int) -> None:
-        if not 0 <= count <= self.length:
-            raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
-        self.length -= count
-
-    def take(self, rows: mx.array) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
 
     def join(self, others: Sequence[State]) -> None:
         states = [self, *(other for other in others if isinstance(other, KV))]
@@ -217,34 +224,8 @@ def moved(buffer: mx.array, kept: range, size: int) -> mx.array:
     return mx.concatenate([old, empty_like(old, size - len(kept))], axis=2)
 
 
-class Memory(State):
+class Memory(Pair):
     """Keys (B, K, S, D) and values (B, K, S, D) of a memory, made once; `length` counts the tokens that look at it."""
-
-    def __init__(self) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self.length = 0
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [] if self.keys is None or self.values is None else [self.keys, self.values]
-
-    def turn(self, q: mx.array) -> mx.array:
-        """Queries (B, H, L, D) for the keys that `append` returned."""
-        return q
-
-    def turn_back(self, z: mx.array) -> mx.array:
-        """What attention made (B, H, L, Dv) of the values that `append` returned, as of the values that it got."""
-        return z
-
-    def trim(self, count: int) -> None:
-        if not 0 <= count <= self.length:
-            raise UsageError(f"cannot forget {count} tokens: {self.length} are remembered")
-        self.length -= count
-
-    def take(self, rows: mx.array) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Stateful(Module, ABC):
