@@ -111,7 +111,7 @@ def lens(look: Look) -> View:
         raise mt.UsageError(f"lens: {look.lm.origin} has no head that says which token comes: there is nothing to read")
     t = look.traced(sites)
     found = inspect.lens(t, -1, top=look.asked.top or BEST, of=look.asked.token)
-    lines = [f"the best tokens after {t.labels()[-1]!r}, layer by layer:", *str(found).splitlines()]
+    lines = [f"the best tokens after '{t.labels()[-1]}', layer by layer:", *str(found).splitlines()]
     ranks = None if found.ranks is None else numbers(found.ranks[:, 0]).astype(int).tolist()
     if ranks is not None:
         listed = ", ".join(f"{rank} ({n})" for n, rank in zip(found.layers, ranks, strict=True))

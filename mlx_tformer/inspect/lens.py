@@ -43,7 +43,7 @@ class Lens(Drawn):
         shares = cast(list[list[list[float]]], self.probabilities.tolist())
         rows = []
         for layer, row, texts in zip(self.layers, shares, self.texts, strict=True):
-            best = [f"{text!r} {share:.3f}" for text, share in zip(texts[-1], row[-1], strict=True)]
+            best = [f"'{text}' {share:.3f}" for text, share in zip(texts[-1], row[-1], strict=True)]
             rows.append(f"{layer:>5}  {'  '.join(best)}")
         return "\n".join(["layer", *rows])
 
