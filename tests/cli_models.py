@@ -54,7 +54,9 @@ def process(*arguments: str | bytes, code: str | None = None, **settings: Any) -
     program = ["-m", "mlx_tformer_cli"] if code is None else ["-c", code]
     environment = {**os.environ, **settings.pop("env", {})}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, *program, *arguments], env=environment, **{**pipes, **settings})
+    # Without buffers on this side: what one reads ahead, `communicate` does not see.
+    command = [sys.executable, *program, *arguments]
+    return subprocess.Popen(command, env=environment, bufsize=0, **{**pipes, **settings})
 
 
 def run(*arguments: str | bytes, text: bytes = b"", **settings: Any) -> tuple[int, bytes, bytes]:
