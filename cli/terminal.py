@@ -72,13 +72,13 @@ class Writer:
             return
         if sys.stdout is None:
             raise OSError("standard output is closed")
+        self._last = text[-1]  # before it is written: a signal may come in between
         try:
             sys.stdout.write(text.translate(SHOWN) if self._terminal and not self._ours else text)
             sys.stdout.flush()
         except OSError as error:
             error.filename = "standard output"
             raise
-        self._last = text[-1]
 
 
 def write_json(value: Mapping[str, Any]) -> None:

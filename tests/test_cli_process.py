@@ -186,7 +186,10 @@ def test_a_signal_while_generating_keeps_the_text_so_far(tmp_path: Path, sent: s
     model = speaking(tmp_path / "model", context=10**5)
     with process("generate", "-m", str(model), "-n", str(10**5), "a") as started:
         assert started.stdout is not None
-        begun = started.stdout.read(20)
+        begun = b""
+        while len(begun) < 20:
+            begun += (piece := started.stdout.read(20))
+            assert piece, "it ended early"
         started.send_signal(sent)
         out, err = started.communicate(timeout=60)
     text = (begun + out).decode()
