@@ -1,12 +1,18 @@
 """Settings and models for all tests."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from registry import joined_file, package_file
 
 import mlx_tformer as mt
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 MINILM = {
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
@@ -86,3 +92,16 @@ def minilm() -> mt.EncoderModel:
     found = mt.load(folders.pop())
     assert isinstance(found, mt.EncoderModel)
     return found
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Browser"]:
+    """Chromium without a window; skips where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()

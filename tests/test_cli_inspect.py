@@ -1,9 +1,8 @@
 """`mlx-tformer inspect`: its numbers are the library's, in the terminal, in JSON and on the page."""
 
 import json
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,19 +279,6 @@ def test_every_mode_has_a_png_and_a_page(mode: list[str], folder: Folder, tmp_pa
 
 
 # The page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["Browser"]:
-    """Chromium without a window; skips where there is none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "bart"])

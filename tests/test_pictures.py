@@ -2,7 +2,6 @@
 
 import io
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -185,19 +184,6 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(mt.InputOutputError, match="taken"):
         write_page(scores(), tmp_path / "taken")
     assert [file.name for file in tmp_path.iterdir()] == ["taken"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["Browser"]:
-    """Chromium without a window; skips where there is none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture

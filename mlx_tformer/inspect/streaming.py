@@ -22,7 +22,7 @@ entropy, the largest weights.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -81,8 +81,7 @@ class Statistics:
 
     def arrays(self) -> dict[str, mx.array]:
         """Those that are there, by name."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def streamed(call: Call, wants: Wants) -> Statistics:
