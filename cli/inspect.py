@@ -57,8 +57,8 @@ def command(**options: Any) -> None:
     """Run a model over PROMPT and show where its attention goes: all heads, one layer, or one head. Other options show
     what heads are for, what the model would say after each layer, its experts, or what makes it say a token.
 
-    Without PROMPT, or if it is -, the text is read from standard input (--scores needs none). Without --model the small
-    bundled model reads it.
+    Without PROMPT, or if it is -, the text is read from standard input (--scores needs none). For a model that looks at
+    images, PROMPT is the file of a picture. Without --model the small bundled model reads it.
 
     \b
     Examples:
@@ -69,6 +69,7 @@ def command(**options: Any) -> None:
       mlx-tformer inspect -m model.gguf --raw "Mary and John went out. John gave a drink to" \\
         --token " Mary" --minus " John"
       mlx-tformer inspect -m Helsinki-NLP/opus-mt-de-en "Guten Morgen" --part cross --layer 3
+      mlx-tformer inspect -m google/vit-base-patch16-224 cat.jpg --layer 11 --head 0
       mlx-tformer inspect --stats --spans 256 -n 32 --json - < long.txt
 
     A pattern has a row for each token that looks and a column for each that is looked at; a row sums to one, less what
@@ -165,14 +166,12 @@ def check(asked: Request) -> None:
 
 
 def loaded(asked: Request) -> Any:
-    """The model that is asked for, or the bundled one, which is said in its notes; it must be one that reads text."""
-    from mlx_tformer import UsageError, VisionModel, load
+    """The model that is asked for, or the bundled one, which is said in its notes."""
+    from mlx_tformer import load
     from mlx_tformer.checkpoint.open import BUNDLED, EXAMPLE, bundled
 
     where = bundled() if asked.model is None else asked.model
     lm = load(where, asked.dtype, context=0, revision=asked.revision)
-    if isinstance(lm, VisionModel):
-        raise UsageError(f"{lm.origin} looks at images; this command reads texts (in Python: mlx_tformer.inspect)")
     if asked.model is None:
         lm.notes.append(f"using the bundled model {BUNDLED}; a real one to try: --model {EXAMPLE}")
     return lm

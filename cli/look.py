@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 import mlx_tformer as mt
 from mlx_tformer import inspect
 from mlx_tformer.inspect.sites import STACKS, main_stack
@@ -45,17 +47,21 @@ class View:
 
 @dataclass(frozen=True)
 class Look:
-    """A model, a text for it, and what was asked for."""
+    """A model, a text or a picture for it, and what was asked for."""
 
     lm: Any
     ids: mt.tokens.Tokens | None
     asked: "Request"
+    pixels: mx.array | None = None
 
     @classmethod
     def of(cls, lm: Any, text: str | None, asked: "Request") -> "Look":
-        """The ids of a text, with the chat template around it if the model has one and it was not to be left out."""
+        """The ids of a text, with the chat template around it if the model has one and it was not to be left out; for
+        a model of images, the picture in the file that the text names."""
         if text is None:
             return cls(lm, None, asked)
+        if isinstance(lm, mt.VisionModel):
+            return cls(lm, None, asked, lm.pixels(text))
         chat = isinstance(lm, mt.LanguageModel) and lm.has_chat_template and not asked.raw
         ids = lm.chat([{"role": "user", "content": text}]) if chat else lm.tokens(text)
         if not ids:
@@ -63,6 +69,11 @@ class Look:
         if len(ids) > lm.context:
             raise mt.UsageError(f"prompt: it has {len(ids)} tokens, and the model has positions for {lm.context}")
         return cls(lm, ids, asked)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are read: of the text, or of the picture."""
+        return len(self.tokens) if self.pixels is None else self.lm.model.context
 
     @property
     def tokens(self) -> mt.tokens.Tokens:
@@ -89,7 +100,10 @@ class Look:
 
     def about(self, mode: str) -> dict[str, Any]:
         """What every result tells of itself."""
-        tokens = [] if self.ids is None else [self.lm.tokenizer.token_text(i) for i in self.ids]
+        if self.pixels is not None:
+            tokens = self.lm.model.embed.labels
+        else:
+            tokens = [self.lm.tokenizer.token_text(i) for i in self.ids or []]
         return {"model": self.lm.origin, "mode": mode, "ids": list(self.ids or []), "tokens": tokens}
 
     def run(self, watching: "AbstractContextManager[Any] | None" = None) -> list[int]:
@@ -97,13 +111,13 @@ class Look:
         lm, count = self.lm, self.asked.max_tokens
         if not isinstance(lm, mt.Seq2SeqModel) and self.asked.target is not None:
             raise mt.UsageError("target: this model has no decoder beside an encoder")
-        if isinstance(lm, mt.EncoderModel) and count is not None:
+        if isinstance(lm, mt.EncoderModel | mt.VisionModel) and count is not None:
             raise mt.UsageError("max_tokens: this model reads and does not write")
         with counted(lm.model, 1 if self.asked.target is not None else self._passes()):
             if isinstance(lm, mt.Seq2SeqModel):
                 return self._conditioned(lm)
             if count is None:
-                lm(self.tokens)
+                lm(self.tokens if self.pixels is None else self.pixels)
                 return []
             made = lm.generate(self.tokens, max_tokens=count, watch=watching)
             return [step.token for step in made]
@@ -154,7 +168,7 @@ def fits(look: Look, sites: list[inspect.Site]) -> None:
     """Raise UsageError for more weights than can be held."""
     modules = dict(look.lm.model.named_modules())
     count = sum(modules[site.module].heads for site in sites)
-    length = len(look.tokens) + (look.asked.max_tokens or 0)
+    length = look.length + (look.asked.max_tokens or 0)
     if count * length**2 > MOST:
         size = 4 * count * length**2 / 1e9
         raise mt.UsageError(f"the patterns of {length} tokens would take {size:.1f} GB; choose --layer, or use --stats")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 import mlx_tformer as mt
@@ -11,11 +12,12 @@ from mlx_tformer import inspect
 from mlx_tformer.inspect.drawn import numbers
 from mlx_tformer.inspect.pictures import Grid, Heads
 from mlx_tformer.inspect.sites import main_stack
+from mlx_tformer.nn import Patches
 
 from .look import TITLES, Look, View, counted, fits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from mlx_tformer.inspect.pictures import Picture
 
@@ -24,6 +26,12 @@ SMALL = 40
 """Heads that are shown as maps; of more than these a number each."""
 BEST, STRETCHES = 5, 16
 """Best tokens, and spans of a text, unless told otherwise."""
+MEASURES: "dict[str, Callable[[inspect.Pattern], mx.array]]" = {
+    "entropy": lambda one: inspect.entropy(one.values),
+    "distance": lambda one: inspect.distance(one.values, first_query=one.first_query, first_key=one.first_key),
+    "sink": lambda one: inspect.sink_mass(one.values),
+}
+"""What a row of a pattern is measured by."""
 KINDS = ("induction", "previous", "duplicate", "current", "sink", "local")
 
 
@@ -39,7 +47,7 @@ def heads(look: Look) -> View:
     for part, found in parts.items():
         drawn = _picture(t, part)
         pictures.append(drawn)
-        measured[part] = _measured(t, found)
+        measured[part] = _measured(t, found, _units(look))
         table = _table(measured[part]["entropy"])
         columns = [str(head) for head in range(table.shape[1])]
         title = f"{TITLES[part]}: entropy (nats), mean over all queries"
@@ -69,7 +77,8 @@ def layer(look: Look) -> View:
     pictures: list[Picture] = [every]
     if asked.head is not None:
         assert asked.layer is not None
-        pictures = [every.head(asked.layer, asked.head), every]
+        one = every.head(asked.layer, asked.head)
+        pictures = [one, every] if look.pixels is None else [one, _placed(one, look.lm.model.embed), every]
     told = look.about("layer") | {
         "part": part,
         "layer": found.layer,
@@ -82,7 +91,8 @@ def layer(look: Look) -> View:
         "deficit": _numbers(found.deficit),
         "check": _check(t),
     }
-    return View(f"{TITLES[part]}, layer {asked.layer}", pictures, _sinks(t, part) + _proof(t), told, notes=t.notes)
+    shown = pictures[:-1] or pictures
+    return View(f"{TITLES[part]}, layer {asked.layer}", pictures, _sinks(t, part) + _proof(t), told, t.notes, shown)
 
 
 def scores(look: Look) -> View:
@@ -156,32 +166,33 @@ def experts(look: Look) -> View:
 def stats(look: Look) -> View:
     """Statistics of each head while the text is read and written, without any pattern."""
     parts, two = look.parts, isinstance(look.lm, mt.Seq2SeqModel)
-    if two and look.asked.spans is not None:
-        raise mt.UsageError("spans: there are two texts, and spans are of one")
-    paths = [site.module for found in parts.values() for site in found]
-    watching = inspect.stats(mass=None if two else _spans(look), layers="*")
+    if look.asked.spans is not None and (two or look.ids is None):
+        raise mt.UsageError(f"spans: there {'are two texts' if two else 'is no text'}, and spans are of one")
+    paths, one = [site.module for found in parts.values() for site in found], look.ids is not None and not two
+    watching = inspect.stats(mass=_spans(look) if one else None, layers="*")
     if look.asked.max_tokens is None or two:
         with watching:
             written = look.run()
     else:
         written = look.run(watching)
-    told = {path: _row(watching[path]) for path in watching.paths if path in paths}
-    if not two:
+    units = _units(look)
+    told = {path: _row(watching[path], units) for path in watching.paths if path in paths}
+    if one:
         told = {path: row | {"mass": _means(watching[path].mass)} for path, row in told.items()}
     grids: list[Picture] = []
     for part, found in parts.items():
         rows = [site for site in found if site.module in told]
-        for name, unit in (("entropy", "nats"), ("distance", "tokens"), ("sink", "mass")):
+        for name, unit in units.items():
             table = _table([told[site.module][name] for site in rows])
             if name != "sink" or table.max() > 0:
                 title = f"{TITLES[part]}: {name} ({unit}), mean over all queries"
                 heads = [str(i) for i in range(table.shape[1])]
                 grids.append(Grid(title, table, [str(site.layer) for site in rows], heads, "layer", "head"))
-    pictures, last = grids, len(look.tokens) - 1
-    if not two:
+    pictures, last = grids, look.length - 1
+    if one:
         steps = [look.lm.tokenizer.token_text(i) for i in written] or [look.lm.tokenizer.token_text(look.tokens[-1])]
         pictures = [watching.span_map(steps, first=last), *grids]
-    read = f"{len(look.tokens)} tokens were read, {len(written)} written"
+    read = f"{look.length} tokens were read, {len(written)} written"
     lines = [f"{read}; kept: {watching.nbytes:,} bytes, and no pattern"]
     result = look.about("stats") | {"written": written, "spans": list(watching.spans), "attention": told}
     return View("statistics", pictures, lines, result, terminal=pictures[:2])
@@ -237,15 +248,26 @@ def _picture(t: inspect.Trace, part: str) -> Heads:
     return replace(drawn, title=TITLES[part])
 
 
-def _measured(t: inspect.Trace, sites: list[inspect.Site]) -> dict[str, Any]:
+def _units(look: Look) -> dict[str, str]:
+    """What is measured of each query, and its unit. Between patches of a picture there is no distance in tokens."""
+    distance = {"distance": "tokens"} if look.pixels is None else {}
+    return {"entropy": "nats", **distance, "sink": "mass"}
+
+
+def _placed(pattern: Grid, patches: Patches) -> Grid:
+    """What the first token of a picture gives to its patches, each where it is in the picture."""
+    table = pattern.values[0, 1:].reshape(patches.rows, patches.columns)
+    rows, columns = map(str, range(patches.rows)), map(str, range(patches.columns))
+    return Grid(f"{pattern.title}: from [CLS] to each patch", table, list(rows), list(columns), "row", "column")
+
+
+def _measured(t: inspect.Trace, sites: list[inspect.Site], names: "Iterable[str]") -> dict[str, Any]:
     """Means over all queries of each head of some layers."""
-    found: dict[str, Any] = {"layers": [site.layer for site in sites], "entropy": [], "distance": [], "sink": []}
+    found: dict[str, Any] = {"layers": [site.layer for site in sites], **{name: [] for name in names}}
     for site in sites:
         (one,) = t.patterns(site.layer, stack=site.stack, crosses=site.crosses)
-        found["entropy"].append(_numbers(inspect.entropy(one.values).mean(axis=-1)))
-        apart = inspect.distance(one.values, first_query=one.first_query, first_key=one.first_key)
-        found["distance"].append(_numbers(apart.mean(axis=-1)))
-        found["sink"].append(_numbers(inspect.sink_mass(one.values).mean(axis=-1)))
+        for name in names:
+            found[name].append(_numbers(MEASURES[name](one).mean(axis=-1)))
     return found
 
 
@@ -269,7 +291,7 @@ def _sinks(t: inspect.Trace, part: str) -> list[str]:
 def _lens_sites(look: Look) -> list[str]:
     """The residual streams that a lens reads; none for a model whose head says something else than tokens."""
     lm = look.lm
-    if isinstance(lm, mt.EncoderModel) and (not lm.has_head or lm.labels):
+    if isinstance(lm, mt.VisionModel) or (isinstance(lm, mt.EncoderModel) and (not lm.has_head or lm.labels)):
         return []
     return [f"{main_stack(lm.model)}.layers.*.residual.out"]
 
@@ -292,9 +314,9 @@ def _spans(look: Look) -> Any:
     return look.tokens.spans(by=wanted)
 
 
-def _row(found: inspect.LayerStatistics) -> dict[str, Any]:
+def _row(found: inspect.LayerStatistics, names: "Iterable[str]") -> dict[str, Any]:
     """Means over all queries of each head of a layer."""
-    return {"entropy": _means(found.entropy), "distance": _means(found.distance), "sink": _means(found.sink)}
+    return {name: _means(getattr(found, name)) for name in names}
 
 
 def _means(rows: np.ndarray) -> list[Any]:

@@ -1,6 +1,7 @@
 """`mlx-tformer inspect`: its numbers are the library's, in the terminal, in JSON and on the page."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cli_models import error_line, invoke
-from helpers import cases_of
+from helpers import GOLDEN, cases_of
+from PIL import Image
 from worded import text_of, worded
 
 import mlx_tformer as mt
@@ -240,8 +242,81 @@ def test_what_cannot_be_shown_is_one_line(
     assert named in error_line(invoke("inspect", "-m", folder(case), *given, TEXT), code)
 
 
-def test_an_image_model_is_one_line(tmp_path: Path) -> None:
-    assert "looks at images" in error_line(invoke("inspect", "-m", str(Path(__file__).parent / "golden/vit"), "a"), 2)
+# Images
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model of images with all that it needs, and a picture for it."""
+    made = tmp_path_factory.mktemp("vit")
+    shutil.copytree(GOLDEN / "vit", made / "vit")
+    (made / "vit" / "preprocessor_config.json").write_text('{"size": 32}')
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)).save(made / "a.png")
+    return ["-m", str(made / "vit"), str(made / "a.png")]
+
+
+def test_what_a_model_looks_at_in_a_picture_is_the_librarys(picture: list[str]) -> None:
+    lm: Any = mt.load(picture[1], dtype="float32")
+    with inspect.trace(lm, read=["attn.pattern"]) as t:
+        lm(lm.pixels(picture[2]))
+    found, one = numbers(*picture), numbers(*picture, "--layer", "1", "--head", "2")
+    assert found["check"] == t.check() < 1e-5 and found["ids"] == []
+    assert found["tokens"] == found["read"] == one["keys"] == one["queries"] == t.labels()
+    every = found["parts"]["encoder"]
+    assert set(every) == {"layers", "entropy", "sink"}  # patches are on no line, along which they are apart
+    for layer, pattern in t.by_layer("attn.pattern").items():
+        assert every["entropy"][layer] == np.array(inspect.entropy(pattern[0]).mean(axis=-1)).tolist()
+    with inspect.trace(lm, read=["layers.1.attn.pattern"]) as t:  # which leaves other layers fused
+        lm(lm.pixels(picture[2]))
+    assert one["pattern"] == np.array(t["attn.pattern"][0, 2]).tolist()
+    kept = numbers(*picture, "--stats")["attention"]
+    for layer, entropy in enumerate(every["entropy"]):
+        assert kept[f"encoder.layers.{layer}.attn.op"]["entropy"] == pytest.approx(entropy, abs=1e-5)
+
+
+def test_the_first_token_of_a_picture_has_a_map_of_patches(picture: list[str]) -> None:
+    shown = invoke("inspect", *picture, "--dtype", "float32", "--layer", "1", "--head", "2").stdout
+    pattern = numbers(*picture, "--layer", "1", "--head", "2")["pattern"]
+    rows = [line.split() for line in shown.splitlines()[-5:-1]]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert [float(x) for row in rows for x in row[1:]] == pytest.approx(pattern[0][1:], rel=0.01, abs=1e-4)
+    assert "[CLS]" in shown and "from [CLS] to each patch" in shown and "\n2,3 " in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--scores"], 2, "this one looks at images"),
+        (["--lens"], 2, "--lens: "),
+        (["--experts"], 2, "--experts: "),
+        (["--token", "a"], 2, "--token: "),
+        (["--stats", "--spans", "3"], 2, "--spans: there is no text"),
+        (["-n", "3"], 2, "--max-tokens: this model reads"),
+        (["--part", "decoder"], 2, "--part: found decoder, expected one of encoder"),
+        (["--layer", "3"], 2, "--layer: found 3, expected one of 0-2"),
+        (["--model", str(GOLDEN / "vit")], 2, "no preprocessor_config.json"),
+    ],
+)
+def test_what_is_about_texts_is_refused_for_a_picture(
+    arguments: list[str], code: int, named: str, picture: list[str]
+) -> None:
+    assert named in error_line(invoke("inspect", *picture, *arguments), code)
+
+
+def test_what_is_no_picture_is_one_line(picture: list[str]) -> None:
+    config = str(Path(picture[1]) / "config.json")
+    assert "nowhere.png: No such file" in error_line(invoke("inspect", *picture[:2], "nowhere.png"), 4)
+    assert "is no picture" in error_line(invoke("inspect", *picture[:2], config), 3)
+
+
+@pytest.mark.parametrize("mode", [[], ["--layer", "0"], ["--layer", "0", "--head", "0"], ["--stats"]], ids=str)
+def test_every_way_to_look_at_a_picture_has_a_png_and_a_page(
+    mode: list[str], picture: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    result = invoke("inspect", *picture, *mode, "--png", str(tmp_path / "a.png"), "--html", str(tmp_path / "a.html"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<script" in (tmp_path / "a.html").read_text()
 
 
 def test_more_than_can_be_held_or_opened_is_one_line(

@@ -129,3 +129,12 @@ def test_what_cannot_be_answered_is_refused(shakespeare: mt.LanguageModel) -> No
     ):
         with pytest.raises(UsageError, match=told):
             call()
+
+
+@pytest.mark.parametrize("case", ["bert-classes", "bert-tokens"])
+def test_labels_have_no_lens(case: str) -> None:
+    lm = opened(case)
+    with trace(lm, read=["residual.out"]) as t:
+        lm([1, 2, 3])
+    with pytest.raises(UsageError, match="the lens needs a head that says which token"):
+        lens(t)

@@ -1,11 +1,14 @@
 """Inspecting encoders of images: their tokens are patches, and have no ids."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from helpers import cases_of, expected, gap, opened, seen
 
-from mlx_tformer import inspect
+from mlx_tformer import UsageError, inspect
 from mlx_tformer.inspect import sites_of, trace
+from mlx_tformer.nn import VisionEncoder
 
 
 @pytest.mark.parametrize("case", cases_of("vision"))
@@ -19,7 +22,9 @@ def test_patterns_and_the_residual_stream_of_images_are_those_of_transformers(ca
         assert gap(pattern, e[f"attention.{layer}"]) < 1e-5
         assert gap(t[f"blocks.{layer}.hook_resid_post"], e[f"hidden.{layer + 1}"]) < 1e-4
     count = t["embed.out"].shape[1]
-    assert t.patterns(0)[0].keys == [str(i) for i in range(count)]
+    across = {"vit": 4, "vit-oblong": 3}[case]
+    assert t.labels() == ["[CLS]", *(f"{i // across},{i % across}" for i in range(count - 1))]
+    assert t.patterns(0)[0].keys == t.patterns(0)[0].queries == t.labels()
     assert gap(inspect.rollout(t)[-1].sum(axis=-1), mx.ones((pixels.shape[0], count))) < 1e-5
 
 
@@ -32,3 +37,19 @@ def test_what_is_declared_is_offered_and_edits_reach_it(case: str) -> None:
     assert {site.name for site in sites_of(model.model)} == offered
     cut = inspect.run(model, pixels, [inspect.zero("attn.z", heads={1: [0]}, positions=[0])])
     assert gap(cut, plain) > 1e-3
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_what_is_about_texts_says_so(has_head: bool) -> None:
+    model, pixels = opened("vit"), mx.array(expected("vit")["pixel_values"])
+    if not has_head:
+        model = replace(model, model=VisionEncoder(model.model.embed, model.model.encoder))
+    with trace(model, read=["residual.out"]) as t:
+        model(pixels)
+    for asked, named in (
+        (lambda: inspect.lens(t), "needs a head that says which token"),
+        (lambda: inspect.attribution(t, 0), "needs a decoder"),
+        (lambda: inspect.head_scores(model), "looks at images"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            asked()

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
+from ..nn import Encoder, VisionEncoder
 from .drawn import Drawn, numbers
 from .sites import main_stack
 from .trace import Trace
@@ -54,7 +55,8 @@ def lens(
     """The `top` best next tokens at a position (or several, None: all) after each layer of which `residual.out` was
     read, through the model's last norm and its head; after the last layer they are the model's own.
 
-    of: a token, as text or id, whose rank is wanted. Raises UsageError where the residual stream was not read.
+    of: a token, as text or id, whose rank is wanted. Raises UsageError where the residual stream was not read, and for
+    a model without a head for tokens.
 
     >>> import mlx_tformer as mt
     >>> from mlx_tformer.inspect import trace
@@ -66,6 +68,8 @@ def lens(
     """
     model = cast(Any, t.lm.model)
     site = f"{main_stack(model)}.layers.*.residual.out"
+    if isinstance(model, VisionEncoder) or (isinstance(model, Encoder) and not model.has_head):
+        raise UsageError("the lens needs a head that says which token stands where, and this model has none")
     if site not in t:
         raise UsageError('the lens reads the residual stream: trace with read=["residual.out"]')
     streams = t.by_layer(site)
@@ -78,8 +82,6 @@ def lens(
     norm, found = model[main_stack(model)].norm, []
     for stream in streams.values():
         logits = model.logits(norm(stream[row][at][None]))  # (1, P, V)
-        if logits.ndim != 3:
-            raise UsageError("the lens needs a head that reads each token by itself, and this one reads them together")
         found.append(_best(logits[0], top, token))
         mx.eval(found[-1])
     tokens, shares, ranks = (mx.stack([part[i] for part in found]) for i in range(3))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import LM, Encoder, watch
+from ..nn import LM, Encoder, VisionEncoder, watch
 from .drawn import Drawn, numbers
 from .sites import main_stack, resolve, sites_of
 
@@ -117,7 +117,8 @@ def head_scores(
     if seeds < 1 or length < NEAR:
         raise UsageError(f"found {seeds} seeds and a length of {length}, expected 1 or more and {NEAR} or more")
     if not isinstance(lm.model, LM | Encoder):
-        raise UsageError("head_scores needs a model that reads one text, and this one reads two")
+        reads = "looks at images" if isinstance(lm.model, VisionEncoder) else "reads two"
+        raise UsageError(f"head_scores needs a model that reads one text, and this one {reads}")
     stack = main_stack(lm.model)
     sites = {s.path: s for s in resolve(sites_of(lm.model), "attn.pattern") if s.stack == stack and s.layer is not None}
     sums: dict[str, mx.array] = {}

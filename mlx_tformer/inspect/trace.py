@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from ..errors import Mismatch, UsageError
 from ..memory import QUANTIZED
-from ..nn import watch
+from ..nn import VisionEncoder, watch
 from ..tokens import Tokenizer
 from .drawn import Drawn, numbers
 from .sites import Site, main_stack, nearest, resolve, sites_of
@@ -191,8 +191,11 @@ class Trace(Drawn):
 
     def labels(self, stack: str = "", row: int = 0) -> list[str]:
         """The tokens of a text as a reader sees them: their text with a tokenizer, else their ids; their places if
-        they are not known. stack: "encoder" or "decoder", where there are two."""
+        they are not known. Those of an image are [CLS] and its patches by row and column, as "0,3". stack: "encoder"
+        or "decoder", where there are two."""
         text = self._reader.texts.get(stack) or self._reader.main
+        if isinstance(self.lm.model, VisionEncoder):
+            return [] if text is None else self.lm.model.embed.labels
         ids = None if text is None else text.ids
         if text is None or ids is None:
             return [] if text is None else [str(i) for i in range(text.length)]

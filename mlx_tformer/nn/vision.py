@@ -32,6 +32,15 @@ class Patches(Module):
         self.first = mx.zeros((1, dim))
         self.positions = Learned(1 + self.rows * self.columns, dim)
 
+    @property
+    def labels(self) -> list[str]:
+        """What each token is, for a reader: [CLS], the learned one, or a patch by its row and column.
+
+        >>> Patches((4, 6), (2, 2), channels=3, dim=8).labels
+        ['[CLS]', '0,0', '0,1', '0,2', '1,0', '1,1', '1,2']
+        """
+        return ["[CLS]", *(f"{row},{column}" for row in range(self.rows) for column in range(self.columns))]
+
     def __call__(self, pixels: mx.array) -> mx.array:
         """Raises UsageError for pixels of another shape; positions are not stretched to other sizes."""
         expected = (self.channels, *self.size)
