@@ -192,7 +192,7 @@ def stats(look: Look) -> View:
     if one:
         steps = [look.lm.tokenizer.token_text(i) for i in written] or [look.lm.tokenizer.token_text(look.tokens[-1])]
         pictures = [watching.span_map(steps, first=last), *grids]
-    read = f"{look.length} tokens were read, {len(written)} written"
+    read = f"tokens read: {look.length}, written: {len(written)}"
     lines = [f"{read}; kept: {watching.nbytes:,} bytes, and no pattern"]
     result = look.about("stats") | {"written": written, "spans": list(watching.spans), "attention": told}
     return View("statistics", pictures, lines, result, terminal=pictures[:2])

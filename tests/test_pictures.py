@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 import mlx_tformer as mt
@@ -103,11 +104,39 @@ def test_both_signs_share_a_scale_around_zero() -> None:
 
 
 @pytest.mark.parametrize("picture", [heads_of(patterns()), heads_of(patterns()).head(0, 1), lens(), scores()])
-@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_no_line_is_wider_than_the_terminal_and_none_has_colours_without_one(picture: Grid | Heads, width: int) -> None:
-    lines = printed(picture, width, color_system=None).splitlines()
-    assert "\x1b" not in "".join(lines)
-    assert all(len(line.rstrip()) <= width for line in lines[1:-1] if line.isascii())
+    text = printed(picture, width, color_system=None)
+    assert "\x1b" not in text
+    assert all(cell_len(line.rstrip()) <= width for line in text.splitlines())
+    said = (
+        picture.title if isinstance(picture, Heads) else f"{picture.title} {picture.down} down, {picture.across} across"
+    )
+    assert text.split()[: len(said.split())] == said.split()  # the title is whole
+
+
+@pytest.mark.parametrize("width", [0, 1, 19])
+def test_a_terminal_that_says_it_has_no_room_gets_narrow_pictures(width: int) -> None:
+    assert printed(scores(), width, color_system=None) == printed(scores(), 20, color_system=None)
+
+
+def test_of_texts_that_have_no_room_the_last_are_shown_and_that_is_said() -> None:
+    words = [f"w{i}" for i in range(30)]
+    lines = printed(Grid("lens", np.ones((1, 30)), ["0"], words, text=[words]), 80, color_system=None).splitlines()
+    assert lines[1].split() == words[-13:] and lines[2].split() == ["0", *words[-13:]]
+    assert lines[3] == "the last 13 of 30 columns; there is no room for the others"
+    assert "the last" not in printed(Grid("lens", np.ones((1, 30)), ["0"], words, text=[words]), 200)
+
+
+def test_maps_that_are_narrower_than_their_names_stand_below_them() -> None:
+    lines = printed(Heads("", {"10": np.ones((3, 1, 1))}, ["a"], ["a"]), color_system=None).splitlines()
+    assert [line.rstrip() for line in lines[:2]] == ["10.0  10.1  10.2", "@@    @@    @@"]
+
+
+@pytest.mark.parametrize("picture", [heads_of(patterns()), heads_of(patterns()).head(0, 1), scores()])
+def test_a_terminal_without_colour_gets_what_a_file_gets(picture: Grid | Heads) -> None:
+    shown = printed(picture, 40, color_system="truecolor", force_terminal=True, no_color=True)
+    assert re.sub(r"\x1b\[[\d;]*m", "", shown) == printed(picture, 40, color_system=None)
 
 
 def test_numbers_stand_in_cells_that_have_room() -> None:

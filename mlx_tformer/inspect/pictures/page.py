@@ -52,7 +52,7 @@ def page(pictures: Picture | Sequence[Picture], *, title: str = "mlx_tformer") -
         raise UsageError(f"the page would hold {count:,} values, more than {MOST:,}; choose layers, heads or tokens")
     scales = {"light": LIGHT, "dark": DARK, "lightBelow": LIGHT_BELOW, "darkBelow": DARK_BELOW}
     data = {"title": title, "scales": scales, "pictures": [_data(picture) for picture in several]}
-    parts = {name: (files(__package__) / f"page.{name}").read_text() for name in ("html", "css", "js")}
+    parts = {name: (files(__package__) / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     # Within a script element nothing but "<" can end it or begin a comment.
     parts["data"] = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     parts["title"] = markup.escape(title)
