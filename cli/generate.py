@@ -272,7 +272,8 @@ def remembered(lm: "Model", asked: Request) -> "Iterator[PromptCache | None]":
 def prompt_text(prompt: str | None) -> str:
     """The prompt as an argument or from standard input."""
     if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise click.UsageError('no prompt: give one, as in mlx-tformer generate "ROMEO:", or pipe it in')
+        command = click.get_current_context().command_path
+        raise click.UsageError(f'no prompt: give one, as in {command} "ROMEO:", or pipe it in')
     if prompt is None or prompt == "-":
         prompt = "" if sys.stdin is None else read_input(sys.stdin.buffer)
         if not prompt:

@@ -249,3 +249,25 @@ def test_looking_inside_has_colours_and_a_bar_on_a_terminal_and_only_there() -> 
     without = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()]
     assert without == [line.rstrip() for line in plain.decode().splitlines()]
     assert "looking" in on_terminal("stderr", *arguments)
+
+
+def test_looking_inside_without_colours_or_utf_8_shows_and_writes_all(tmp_path: Path) -> None:
+    arguments = ("inspect", "--layer", "0", "to be é")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    _, plain, _ = run(*arguments)
+    bare = re.sub(r"\x1b\[[\d;]*m", "", on_terminal("stdout", *arguments, NO_COLOR="1"))
+    assert bare == plain.decode() and "@@" in bare
+    for name, environment in (("a", {"LC_ALL": "C.UTF-8"}), ("b", locale)):
+        code, _, told = run(*arguments, "--html", str(tmp_path / name), env=environment)
+        assert code == 0, told
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_where_a_prompt_is_missing_the_command_that_wants_one_is_named() -> None:
+    for command in ("generate", "inspect"):
+        ours, its = pty.openpty()
+        with process(command, stdin=its) as started:
+            _, told = started.communicate(timeout=60)
+        os.close(ours)
+        os.close(its)
+        assert started.returncode == 2 and f'as in mlx-tformer {command} "ROMEO:"' in told.decode()

@@ -37,6 +37,15 @@ def test_a_head_that_does_only_one_thing_scores_one_in_that(kind: str, back: int
     assert others <= ({"local"} if back in (0, 1) else set())
 
 
+def test_a_probe_is_as_long_as_the_model_has_positions_for() -> None:
+    lm = opened("bert")
+    assert lm.context == 64  # one token in front, and 31 said twice
+    found, wanted = (inspect.head_scores(lm, ["sink"], seeds=1, length=length)["sink"] for length in (None, 31))
+    assert mx.array_equal(found, wanted).item()
+    with pytest.raises(UsageError, match="the model reads 64"):
+        inspect.head_scores(lm, ["sink"], seeds=1, length=32)
+
+
 @pytest.mark.parametrize("case", ["qwen3", "gpt_oss", "mistral-window", "bert", "jamba"])
 def test_scores_are_those_of_the_patterns(case: str) -> None:
     lm = opened(case)

@@ -96,11 +96,12 @@ class HeadScores(Drawn):
 
 
 def head_scores(
-    lm: Any, kinds: Sequence[str] = tuple(SCORES), *, seeds: int = 4, length: int = 64, chunk: int = 4
+    lm: Any, kinds: Sequence[str] = tuple(SCORES), *, seeds: int = 4, length: int | None = None, chunk: int = 4
 ) -> HeadScores:
     """How much each head looks at what its kind looks at: the mean weight of its pattern there, 0 to 1.
 
-    Texts are the model's first token, `length` random ones and the same again, one for each seed. induction: what came
+    Texts are the model's first token, `length` random ones and the same again, one for each seed; None: 64, or as many
+    as the model has positions for. induction: what came
     after the same token before (Olsson et al. 2022, arXiv 2209.11895); duplicate: the same token before; previous,
     next, current: by place; sink: the first token, and what learned sinks take; local: the last 4 tokens. No pattern is
     kept: each layer's is measured and let go.
@@ -111,14 +112,16 @@ def head_scores(
     >>> head_scores(mt.load("shakespeare"), ["previous"], seeds=1, length=8)["previous"].shape
     (5, 6)
     """
-    unknown = next((kind for kind in kinds if kind not in SCORES), None)
-    if unknown is not None or not kinds or isinstance(kinds, str):
-        raise UsageError(f"kinds: found {unknown or kinds!r}, expected a list out of {', '.join(SCORES)}")
-    if seeds < 1 or length < NEAR:
-        raise UsageError(f"found {seeds} seeds and a length of {length}, expected 1 or more and {NEAR} or more")
     if not isinstance(lm.model, LM | Encoder):
         reads = "looks at images" if isinstance(lm.model, VisionEncoder) else "reads two"
         raise UsageError(f"head_scores needs a model that reads one text, and this one {reads}")
+    unknown = next((kind for kind in kinds if kind not in SCORES), None)
+    if unknown is not None or not kinds or isinstance(kinds, str):
+        raise UsageError(f"kinds: found {unknown or kinds!r}, expected a list out of {', '.join(SCORES)}")
+    if length is None:
+        length = max(NEAR, min(64, (lm.context - sum(map(len, around(lm)))) // 2))
+    if seeds < 1 or length < NEAR:
+        raise UsageError(f"found {seeds} seeds and a length of {length}, expected 1 or more and {NEAR} or more")
     stack = main_stack(lm.model)
     sites = {s.path: s for s in resolve(sites_of(lm.model), "attn.pattern") if s.stack == stack and s.layer is not None}
     sums: dict[str, mx.array] = {}
