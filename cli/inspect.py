@@ -159,6 +159,9 @@ def check(asked: Request) -> None:
     for name in ("max_tokens", "top"):
         if vars(asked)[name] is not None and vars(asked)[name] < 1:
             raise click.UsageError(f"--{name.replace('_', '-')}: found {vars(asked)[name]}, expected 1 or more")
+    for name in ("png", "html", "json"):
+        if vars(asked)[name] == "":
+            raise click.UsageError(f"--{name}: found '', expected the name of a file")
     if asked.png is not None:
         from mlx_tformer.inspect.pictures import needs_matplotlib
 
@@ -182,7 +185,11 @@ def save(found: "View", asked: Request) -> None:
     if asked.json == "-":
         write_json(found.numbers)
     elif asked.json is not None:
-        Path(asked.json).write_text(json.dumps(found.numbers, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            Path(asked.json).write_text(json.dumps(found.numbers, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            error.filename = asked.json  # which a full disk does not tell
+            raise
     if asked.png is not None:
         from mlx_tformer.inspect.pictures import png
 

@@ -171,4 +171,5 @@ def fits(look: Look, sites: list[inspect.Site]) -> None:
     length = look.length + (look.asked.max_tokens or 0)
     if count * length**2 > MOST:
         size = 4 * count * length**2 / 1e9
-        raise mt.UsageError(f"the patterns of {length} tokens would take {size:.1f} GB; choose --layer, or use --stats")
+        way = "choose --layer, or use --stats" if look.asked.layer is None else "use --stats"
+        raise mt.UsageError(f"the patterns of {length} tokens would take {size:.1f} GB; {way}")

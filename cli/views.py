@@ -13,6 +13,7 @@ from mlx_tformer.inspect.drawn import numbers
 from mlx_tformer.inspect.pictures import Grid, Heads
 from mlx_tformer.inspect.sites import main_stack
 from mlx_tformer.nn import Patches
+from mlx_tformer.tokens.spans import WAYS
 
 from .look import TITLES, Look, View, counted, fits
 
@@ -311,6 +312,8 @@ def _spans(look: Look) -> Any:
         return look.tokens.spans(every=max(1, -(-len(look.tokens) // STRETCHES)))
     if wanted.isdecimal() and int(wanted) > 0:
         return look.tokens.spans(every=int(wanted))
+    if wanted not in WAYS:
+        raise mt.UsageError(f"spans: found {wanted!r}, expected a number of tokens, or one of {', '.join(WAYS)}")
     return look.tokens.spans(by=wanted)
 
 

@@ -217,7 +217,20 @@ def test_the_terminal_shows_maps_numbers_and_the_proof(folder: Folder) -> None:
         ("bloom", ["--target", "w1"], 2, "--target: "),
         ("bloom", ["--minus", "w1"], 2, "--minus needs --token"),
         ("bloom", ["--spans", "line"], 2, "--spans needs --stats"),
-        ("bloom", ["--stats", "--spans", "page"], 2, "--spans: found 'page'"),
+        (
+            "bloom",
+            ["--stats", "--spans", "page"],
+            2,
+            "--spans: found 'page', expected a number of tokens, or one of line",
+        ),
+        ("bloom", ["--stats", "--spans", "0"], 2, "--spans: found '0'"),
+        ("bloom", ["--layer", "0", "-n", "100000"], 2, "GB; use --stats"),
+        *(
+            ("bloom", [name, ""], 2, f"{name}: found '', expected the name of a file")
+            for name in ("--png", "--html", "--json")
+        ),
+        ("bloom", ["--html", "{tmp}"], 4, "Is a directory"),
+        ("bloom", ["--json", "/dev/full"], 4, "/dev/full: No space left"),
         ("bloom", ["-n", "0"], 2, "--max-tokens: found 0"),
         ("bloom", ["--token", "w1 w2"], 2, "found 2 tokens, expected text of one"),
         ("bloom", ["--lens", "--top", "0"], 2, "--top: found 0"),

@@ -1,6 +1,7 @@
 """Pictures: what the terminal, a PNG and a page show are the numbers that they were given."""
 
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,6 +205,19 @@ def test_a_page_needs_nothing_else_and_holds_no_markup_of_tokens(tmp_path: Path)
     assert not re.search(r"https?://|src=|url\(|@import|<link", text)
     assert text.count("<script") == 2 and "<b>and" not in text and "<i>checked" not in text
     assert text.count("</script") == 2
+
+
+def test_a_page_goes_into_a_pipe_and_through_a_link(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    write_page(scores(), link)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_page(scores(), pipe)
+    assert os.read(reader, 1 << 16) == file.read_bytes() and link.is_symlink() and pipe.is_fifo()
+    os.close(reader)
+    with pytest.raises(mt.InputOutputError, match=r"Is a directory"):
+        write_page(scores(), tmp_path)
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -22,12 +22,16 @@ MOST = 16_000_000
 
 
 def write_page(pictures: Picture | Sequence[Picture], path: str | Path, *, title: str = "mlx_tformer") -> None:
-    """Write pictures to a page, whole or not at all.
+    """Write pictures to a page, whole or not at all; into a pipe or a device as it comes.
 
     Raises UsageError for more values than a browser likes, and InputOutputError where the file cannot be written.
     """
     text, target = page(pictures, title=title).encode(), Path(path)
     try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(text)
+            return
+        target = target.resolve()  # so that a link stays one
         handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "wb") as stream:
