@@ -191,6 +191,25 @@ def test_a_png_holds_the_values(picture: Grid | Heads, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.filterwarnings("ignore:Glyph .* missing")
+def test_what_is_written_into_a_png_stays_in_its_cell() -> None:
+    pytest.importorskip("matplotlib")
+    words = [["a", "abcdefghijklmnopqrstuvwxyz", "中" * 20]]
+    for picture, most in (
+        (Grid("", np.ones((1, 3)), ["0"], ["0", "1", "2"], text=words), 3),
+        (Grid("", np.ones((1, 100)), ["0"], ["0"] * 100, text=[["something"] * 100]), 100),
+        (Grid("", np.ones((1, 400)), ["0"], ["0"] * 400, text=[["something"] * 400]), 0),  # for which there is no room
+        (Grid("", np.full((2, 200), 0.125), ["0"] * 2, ["0"] * 200), 0),
+        (Grid("", np.full((4, 9), -0.000125), ["0"] * 4, ["0"] * 9), 36),
+    ):
+        made = figure(picture)
+        made.draw_without_rendering()
+        axes = made.axes[0]
+        cell = axes.get_window_extent().width / picture.values.shape[1]
+        widths = [text.get_window_extent().width for text in axes.texts]
+        assert len(widths) == most and max(widths, default=0) < 1.1 * cell
+
+
 def test_a_png_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(mt.InputOutputError, match="nowhere"):

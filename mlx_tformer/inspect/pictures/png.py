@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len, set_cell_size
+
 from ...errors import InputOutputError, UsageError
 from .colours import LIGHT, LIGHT_BELOW
 from .picture import Grid, Heads, Picture, printable
@@ -17,6 +19,8 @@ LABELLED = 64
 """Rows or columns up to which each has its label."""
 WRITTEN = 400
 """Cells up to which their values are written into them."""
+NUMBER, WORD, LETTER, BESIDE = 0.28, 0.62, 0.053, 2.5
+"""Inches: a cell at least, one with a text, a letter in it, and what stands beside the cells."""
 ACROSS = 12
 """Heads beside each other."""
 
@@ -52,7 +56,9 @@ def figure(picture: Picture) -> "Figure":
 
 def _grid(picture: Grid, make: Any) -> "Figure":
     rows, columns = picture.values.shape
-    width = min(16.0, max(4.5, 0.28 * columns * (2.2 if picture.text is not None else 1) + 2.5))
+    text = _texts(picture)
+    cell = max(NUMBER, LETTER * _longest(text)) if picture.text is None else WORD
+    width = min(16.0, max(4.5, cell * columns + BESIDE))
     drawn: Figure = make(figsize=(width, min(16.0, max(3.0, 0.26 * rows + 1.8))), layout="constrained")
     axes = drawn.add_subplot()
     low, high = picture.bounds
@@ -60,21 +66,39 @@ def _grid(picture: Grid, make: Any) -> "Figure":
     axes.set_title(picture.title, fontsize=9)
     axes.set(xlabel=picture.across, ylabel=picture.down)
     _ticks(axes, picture.rows, picture.columns)
-    if picture.text is not None or picture.values.size <= WRITTEN:
-        _write(axes, picture)
+    room = int((width - BESIDE) / columns / LETTER + 1e-6)
+    if text and (room >= _longest(text) if picture.text is None else room > 1):
+        _write(axes, picture, text, room)
     drawn.colorbar(image, ax=axes)
     return drawn
 
 
-def _write(axes: "Axes", picture: Grid) -> None:
-    """The texts or the values of the cells, in an ink that shows on their colour."""
+def _texts(picture: Grid) -> list[list[str]]:
+    """What stands in the cells: their texts, or their values if they are few."""
+    if picture.text is not None:
+        return [[printable(cell) for cell in row] for row in picture.text]
+    digits = ".2f" if 0.1 < picture.bounds[1] <= 10 else ".2g"  # what the scale tells apart
+    few = picture.values.size <= WRITTEN
+    return [[f"{value:{digits}}" for value in row] for row in picture.values.tolist()] if few else []
+
+
+def _longest(text: list[list[str]]) -> int:
+    return max((len(cell) for row in text for cell in row), default=0)
+
+
+def _write(axes: "Axes", picture: Grid, text: list[list[str]], room: int) -> None:
+    """Texts of at most `room` letters in their cells, in an ink that shows on their colour."""
     low, high = picture.bounds
-    digits = ".2f" if 0.1 < high <= 10 else ".2g"  # what the scale tells apart
     for row, values in enumerate(picture.values.tolist()):
         for column, value in enumerate(values):
-            text = f"{value:{digits}}" if picture.text is None else _plain(picture.text[row][column])
+            cell = _plain(_cut(text[row][column], room))
             strong = abs(value) > 0.55 * max(-low, high)
-            axes.text(column, row, text, ha="center", va="center", fontsize=6, color="white" if strong else "black")
+            axes.text(column, row, cell, ha="center", va="center", fontsize=6, color="white" if strong else "black")
+
+
+def _cut(text: str, room: int) -> str:
+    """A text that is no wider than so many letters."""
+    return text if cell_len(text) <= room else set_cell_size(text, room - 1).rstrip() + "…"
 
 
 def _heads(picture: Heads, make: Any) -> "Figure":
