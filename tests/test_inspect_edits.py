@@ -172,6 +172,41 @@ def test_a_mean_leaves_padding_out_and_may_come_from_other_prompts() -> None:
     assert gap(found[0, 0], read(lm, "layers.1.mlp.delta", OTHER)[0].mean(axis=0)) < 1e-5
 
 
+@pytest.mark.parametrize("site", ["embed.out", "layers.0.residual.out", "layers.1.attn.k"])
+@pytest.mark.parametrize("case", ["qwen3", "bert"])
+def test_a_mean_leaves_padding_out_wherever_it_stands(case: str, site: str) -> None:
+    lm, ids = opened(case), mx.concatenate([IDS, IDS])
+    mask = mx.array([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
+    alone, text = IDS[:, 3:], slice(3, 8)
+    if case == "bert":
+        mask, alone, text = mask[:, ::-1], IDS[:, :5], slice(0, 5)
+    axis = 2 if site.endswith("k") else 1
+    with trace(lm, read=[site]) as plain:
+        lm(ids, attention_mask=mask)
+    wanted = read(lm, site, alone).mean(axis=axis)
+    with editing(lm, [inspect.mean(site)]), trace(lm, read=[site]) as t:
+        lm(ids, attention_mask=mask)
+    assert gap(mx.take(t[site][0], text.start, axis=axis - 1), wanted[0]) < 1e-5
+    with editing(lm, [inspect.mean(site, plain)]):
+        found = read(lm, site, IDS[:, :1])
+    both = mx.concatenate([read(lm, site, alone), read(lm, site)], axis=axis).mean(axis=axis)
+    assert gap(mx.take(found[0], 0, axis=axis - 1), both[0]) < 1e-5
+
+
+def test_a_mean_of_keys_leaves_padding_out_in_steps_too() -> None:
+    lm, mask = opened("qwen3"), mx.array([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
+    cache = lm.new_cache()
+    lm(mx.concatenate([IDS, IDS]), cache, attention_mask=mask)
+    with trace(lm, read=["layers.0.attn.k"]) as t:
+        lm(mx.array([[5], [5]]), cache)
+    keys = t["attn.k"]
+    cache.trim(1)
+    with editing(lm, [inspect.mean("layers.0.attn.k")]), trace(lm, read=["layers.0.attn.k"]) as t:
+        lm(mx.array([[5], [5]]), cache)
+    assert gap(t["attn.k"][0, :, 0], keys[0, :, 3:].mean(axis=1)) < 1e-5
+    assert gap(t["attn.k"][1, :, 0], keys[1].mean(axis=1)) < 1e-5
+
+
 def test_edits_come_in_order_and_nest() -> None:
     lm = opened("qwen3")
     before = read(lm, "layers.0.out")

@@ -108,6 +108,25 @@ def test_edits_reach_the_source_and_the_cross_attention_in_every_step() -> None:
     assert gap(run(lm, ids[:1], edits, decoder_input_ids=t.ids), lm(ids[:1], decoder_input_ids=t.ids)) > 1e-2
 
 
+@pytest.mark.parametrize("site", ["cross.k", "cross.v"])
+def test_keys_of_the_source_are_patched_at_their_own_places(site: str) -> None:
+    lm, start = opened("bart"), {"decoder_input_ids": [2, 5, 6]}
+    name = f"decoder.layers.1.{site}"
+
+    def found(ids: list[int], *edits: inspect.Edit) -> mx.array:
+        with editing(lm, edits), trace(lm, read=[name]) as t:
+            lm(ids, **start)
+        return t[name]
+
+    with trace(lm, read=[site]) as clean:
+        lm([3, 4, 5, 6, 7, 8, 9], **start)
+    other = [13, 14, 15, 16, 17, 18, 19]
+    plain = found(other)
+    assert gap(found(other, inspect.patch(site, clean)), clean[name]) == 0
+    moved = found(other, inspect.patch(site, clean, positions={1: 3}))
+    assert gap(moved[:, :, 1], clean[name][:, :, 3]) == 0 and gap(moved[:, :, 2:], plain[:, :, 2:]) == 0
+
+
 def test_the_lens_of_the_decoder_ends_in_the_logits() -> None:
     for case in ("t5", "bart"):
         lm, (ids, rest) = opened(case), inputs(case)

@@ -204,6 +204,45 @@ def test_padding_in_front_is_told_and_takes_no_mass() -> None:
     t.check(1e-5)
 
 
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_logits_of_a_generation_are_those_of_the_last_tokens(draft: str | None) -> None:
+    lm, prompt = opened("llama-gqa-tied"), [3, 4, 5, 6] * 4
+    with trace(lm, read=["logits"]) as t:
+        steps = [step.token for step in lm.generate(prompt, max_tokens=6, stop_at_end=False, draft=draft)]
+    count = t.ids.shape[1] - len(prompt) + 1
+    wanted = lm([*prompt, *steps][: t.ids.shape[1]])[:, -count:]
+    assert t["logits"].shape == wanted.shape and gap(t["logits"], wanted) < 1e-4
+
+
+def test_which_tokens_are_text_is_told() -> None:
+    mask = mx.array([[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8])
+    lm, encoder = opened("qwen3"), opened("bert")
+    with trace(lm, read=["attn.k", "embed.out"]) as t:
+        cache = lm.new_cache()
+        lm(mx.concatenate([IDS, IDS]), cache, attention_mask=mask)
+        lm(mx.array([[5], [6]]), cache)
+    every = mx.concatenate([mask, mx.ones((2, 1), mx.int32)], axis=1)
+    assert mx.array_equal(t.real("layers.0.attn.k"), every).item() and mx.array_equal(t.real("embed.out"), every).item()
+    with trace(encoder, read=["residual.out"]) as t:
+        encoder(mx.concatenate([IDS, IDS]), attention_mask=mask[:, ::-1])
+    assert mx.array_equal(t.real("layers.0.residual.out"), mask[:, ::-1]).item()
+    with trace(lm, read=["residual.out"]) as t:
+        lm(IDS)
+    told = t.real("layers.0.residual.out")
+    assert told is None or mx.all(told).item()
+
+
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "bart"])
+def test_texts_that_change_their_rows_are_refused(case: str) -> None:
+    lm = opened(case)
+    t = trace(lm, read=["decoder.*.attn.pattern"])
+    with pytest.raises(UsageError, match="found a batch of 3 that goes on with a text of 1; a trace can read"), t:
+        if case == "bart":
+            list(lm.generate([3, 4, 5], max_tokens=4, beams=3))
+        else:
+            list(lm.batch([[3, 4, 5], [6, 7], [8]], max_tokens=4, stop_at_end=False))
+
+
 # --- the proof ---
 
 

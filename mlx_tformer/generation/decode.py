@@ -109,7 +109,7 @@ class Decoder:
             mx.clear_cache()
         hidden = self.model.hidden(ids[:, last:], self.cache)
         self.score(hidden)
-        logits = self.model.logits(hidden[:, -1])
+        logits = self.model.logits(hidden[:, -1:])[:, 0]
         mx.eval(logits)
         mx.clear_cache()
         self.whole = True

@@ -126,7 +126,7 @@ class Smaller(Draft):
         return Proposal(found, None if greedy else mx.concatenate(logprobs))
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        return self._text.model.logits(hidden[:, -1]).astype(mx.float32)
+        return self._text.model.logits(hidden[:, -1:])[:, 0].astype(mx.float32)
 
     def _draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """A token (1,) and the log-probabilities (1, V) that it was drawn by."""

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..errors import UsageError
 from ..nn import watch
 from .places import Places, Where
-from .sites import Site, resolve, sites_of
-from .texts import Pass, Reader
+from .sites import TOLD, Site, resolve, sites_of
+from .texts import Pass, Reader, first_place
 from .trace import Inspectable, Trace, by_text, trace
 
 Prompt = str | Sequence[int] | mx.array
@@ -35,11 +35,13 @@ class Edit:
 
 @dataclass(frozen=True)
 class Known:
-    """What an edit knows beside the value: the site, the pass, and what its source has."""
+    """What an edit knows beside the value: the site, the pass, what its source has, and which tokens (or keys, where
+    there are no tokens) of the source, or else of the value, are text, (B, L) (None: all are)."""
 
     site: Site
     now: Pass
     source: mx.array | None
+    real: mx.array | None
 
 
 def zero(site: str, **where: Unpack[Where]) -> Edit:
@@ -100,20 +102,23 @@ def _mean(value: mx.array, known: Known) -> mx.array:
         raise UsageError(
             f"{known.site.name}: a mean over {value.shape}, of one token; give a trace or prompt as `over`"
         )
-    if not any(known.now.left):
-        return mx.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
-    slots = mx.arange(value.shape[axis]) + known.now.start
-    real = slots >= mx.array(known.now.left)[:, None]  # (B, L)
-    real = real.reshape([n if i in (0, axis) else 1 for i, n in enumerate(value.shape)])
-    total = mx.where(real, value, 0).sum(axis=axis, keepdims=True)
-    return mx.broadcast_to(total / mx.maximum(real.sum(axis=axis, keepdims=True), 1), value.shape)
+    return mx.broadcast_to(_mean_of_text(value, [axis], axis, known.real), value.shape)
 
 
 def _mean_of_source(value: mx.array, known: Known) -> mx.array:
     assert known.source is not None
     axis = known.site.keys if known.site.tokens is None else known.site.tokens
     axes = [0] if axis is None else [0, axis]
-    return _fitting(known.source.mean(axis=axes, keepdims=True), value, known.site, "over")
+    return _fitting(_mean_of_text(known.source, axes, axis, known.real), value, known.site, "over")
+
+
+def _mean_of_text(value: mx.array, axes: list[int], axis: int | None, real: mx.array | None) -> mx.array:
+    """The mean over some axes, of which `axis` has tokens that may be padding."""
+    if real is None or axis is None:
+        return value.mean(axis=axes, keepdims=True)
+    real = real.reshape([n if i in (0, axis) else 1 for i, n in enumerate(value.shape)])
+    total = mx.where(real, value, 0).sum(axis=axes, keepdims=True)
+    return total / mx.maximum(real.sum(axis=axes, keepdims=True), 1)
 
 
 def _patched(value: mx.array, known: Known) -> mx.array:
@@ -127,7 +132,7 @@ class Editing:
     def __init__(self, lm: Inspectable, edits: Sequence[Edit]):
         self.lm, self.edits = lm, list(edits)
         sites = sites_of(lm.model)
-        self._told = {site.path for site in sites if site.kind in ("ids", "slots", "left")}
+        self._told = {site.path for site in sites if site.kind in TOLD}
         self._places = [Places(edit.where) for edit in self.edits]
         self._sites = [
             {site.path: site for site in places.sites(resolve(sites, edit.site), edit.site)}
@@ -155,8 +160,9 @@ class Editing:
             if not places.touched:
                 raise UsageError(f"{edit.name} {edit.site!r} touched nothing: what it names was never computed")
 
-    def _source(self, edit: Edit, sites: dict[str, Site]) -> dict[str, mx.array]:
-        """What an edit takes values from, by path: those of its trace, or of the run of its prompt."""
+    def _source(self, edit: Edit, sites: dict[str, Site]) -> dict[str, tuple[mx.array, mx.array | None]]:
+        """What an edit takes values from, by path: those of its trace, or of the run of its prompt; and which of their
+        tokens are text."""
         if edit.source is None:
             return {}
         names = {path: site.name for path, site in sites.items()}
@@ -168,14 +174,14 @@ class Editing:
         else:
             with trace(self.lm, list(names.values())) as found:
                 call(self.lm, edit.source)
-        return {path: found[name] for path, name in names.items()}
+        return {path: (found[name], found.real(name)) for path, name in names.items()}
 
     def _apply(
         self,
         edit: Edit,
         places: Places,
         sites: dict[str, Site],
-        source: dict[str, mx.array],
+        source: dict[str, tuple[mx.array, mx.array | None]],
         path: str,
         value: mx.array,
     ) -> mx.array | None:
@@ -183,11 +189,14 @@ class Editing:
         now = self._reader.now(site.stack)
         shown = by_text(value, site, now)
         mask = places.chosen(shown, site, now)
-        there = source.get(path)
+        axis = site.keys if site.tokens is None else site.tokens
+        there, real = source.get(path, (None, None))
+        if there is None and axis is not None:
+            real = self._reader.real(site, shown.shape[axis])
         if there is not None and edit.aligned:
             there, has = aligned(there, shown, site, now, places)
             mask = has if mask is None else mask if has is None else mask & has
-        changed = edit.change(shown, Known(site, now, there)).astype(value.dtype)
+        changed = edit.change(shown, Known(site, now, there, real)).astype(value.dtype)
         changed = changed if mask is None else mx.where(mask, changed, shown)
         return changed.reshape(value.shape)
 
@@ -199,7 +208,8 @@ def aligned(
     axis = site.keys if site.tokens is None else site.tokens
     if axis is None:
         return source, None
-    count, first = value.shape[axis], now.start if site.tokens is not None else now.stop - value.shape[axis]
+    count = value.shape[axis]
+    first = first_place(site, now, count)
     moved = places.moved or {}
     wanted = [moved.get(first + i, moved.get(i - count, first + i)) for i in range(count)]
     wanted = [at + source.shape[axis] if at < 0 else at for at in wanted]

@@ -136,7 +136,8 @@ class LayerStatistics:
         if not self._rows:
             return
         if batch != len(self._rows["query"].array):
-            problem = f"found a batch of {batch} after one of {len(self._rows['query'].array)}; use a new watch"
+            problem = f"found a batch of {batch} after one of {len(self._rows['query'].array)}"
+            problem += "; a watch follows the same rows, and neither beams nor `lm.batch`"
             raise UsageError(f"{self.path}: {problem}")
         count = int((self._rows["place"].held >= place).sum())
         for rows in self._rows.values():

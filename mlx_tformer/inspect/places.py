@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..errors import UsageError
 from .sites import Site
-from .texts import Pass
+from .texts import Pass, first_place
 
 Numbers = int | Sequence[int]
 Heads = Numbers | Mapping[int, Numbers]
@@ -97,7 +97,7 @@ class Places:
         if axis is None:
             raise UsageError(f"{site.name}: found positions, but it has none")
         count = value.shape[axis]
-        first = now.start if site.tokens is not None else 0 if site.crosses else now.stop - count
+        first = first_place(site, now, count)
         slots = range(first, first + count)
         hits = [_hit(positions, slots, i) for i in range(count)]
         self.waiting -= {hit for hit in hits if hit is not None}

@@ -54,6 +54,8 @@ OUTSIDE = {
     "encoder.out": ("ln_final.hook_normalized",),
 }
 """And for what stands outside of layers."""
+TOLD = ("slots", "real", "ids", "left")
+"""What tells where the tokens of a pass stand and which they are."""
 STACKS = ("encoder", "decoder")
 EARLY = ("embed.", "target.")
 """What runs before the stack that it runs for."""
@@ -119,7 +121,7 @@ def sites_of(model: nn.Module) -> list[Site]:
     >>> from mlx_tformer.nn import LM, Attention, Block, Embed, GatedMlp, Residual, Stack
     >>> block = Block(attn=Residual(Attention(16, heads=2)), mlp=Residual(GatedMlp(16, 32)))
     >>> [site.name for site in sites_of(LM(Embed(9, 16), Stack([block])))][:4]
-    ['embed.slots', 'embed.ids', 'embed.out', 'decoder.layers.0.in']
+    ['embed.slots', 'embed.real', 'embed.ids', 'embed.out']
     """
     modules = {path: module for path, module in model.named_modules() if isinstance(module, Module)}
     found = [
@@ -169,7 +171,7 @@ def _outside(module: Module, path: str, name: str) -> Site:
 
 def _axes(module: Module, name: str) -> tuple[int | None, int | None, int | None, int | None]:
     """The axes of heads, tokens and keys, and how many axes there are."""
-    if name in ("slots", "left"):
+    if name in TOLD and name != "ids":
         return None, None, None, None
     if isinstance(module, StateSpace):  # whose hidden state is by head, or by feature
         return 2 if len(module.hidden_shape) == 3 and name != "z" else None, 1, None, None

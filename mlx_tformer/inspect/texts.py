@@ -5,6 +5,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from ..errors import UsageError
 from .sites import EARLY, STACKS, Site
 
 
@@ -16,11 +17,21 @@ class Pass:
     length: int
     ids: mx.array | None
     left: list[int]
+    real: mx.array | None = None
+    """Which of its tokens are text, (B, L), where that was told."""
 
     @property
     def stop(self) -> int:
         """The slot after its last token."""
         return self.start + self.length
+
+    def text(self, count: int) -> mx.array | None:
+        """Which of the `count` tokens up to its last are text and not padding, (B, count); None: all are."""
+        if self.real is not None and self.real.shape[1] == count:
+            return self.real
+        if not any(self.left):
+            return None
+        return mx.arange(self.stop - count, self.stop) >= mx.array(self.left)[:, None]
 
 
 @dataclass
@@ -39,8 +50,13 @@ class Text:
     kept: dict[str, list[Kept]] = field(default_factory=dict)
 
     def keep(self, path: str, value: mx.array) -> None:
-        """Keep what an activation is in this pass."""
-        self.kept.setdefault(path, []).append(Kept(value, self.passes[-1]))
+        """Keep what an activation is in this pass; raises UsageError where the rows of the batch are others than
+        before."""
+        before = self.kept.setdefault(path, [])
+        if before and value.ndim > 1 and value.shape[0] != before[-1].value.shape[0]:
+            found = f"found a batch of {value.shape[0]} that goes on with a text of {before[-1].value.shape[0]}"
+            raise UsageError(f"{path.lstrip('.')}: {found}; a trace can read neither beams nor `lm.batch`")
+        before.append(Kept(value, self.passes[-1]))
 
     @property
     def length(self) -> int:
@@ -66,7 +82,8 @@ class Text:
         if len(kept) == 1 or (site.tokens is None and site.keys is None):
             return kept[-1].value
         if site.tokens is not None:
-            return spliced([(one.at.start, self._widened(one, site)) for one in kept], site.tokens)
+            starts = [first_place(site, one.at, one.value.shape[site.tokens]) for one in kept]
+            return spliced([(at, self._widened(one, site)) for at, one in zip(starts, kept, strict=True)], site.tokens)
         assert site.keys is not None
         return spliced([(_keys(one, site).start, one.value) for one in kept], site.keys)
 
@@ -83,6 +100,17 @@ class Text:
         around = [(0, 0)] * kept.value.ndim
         around[site.keys] = (have.start - every.start, every.stop - have.stop)
         return mx.pad(kept.value, around)
+
+
+def first_place(site: Site, now: Pass, count: int) -> int:
+    """The slot of the first of `count` tokens, or keys, that an activation has in a pass: the last of the text, or of
+    the encoder's; logits may be those of the last token alone."""
+    return 0 if looks_elsewhere(site) else now.stop - count
+
+
+def looks_elsewhere(site: Site) -> bool:
+    """Whether an activation has no tokens, but keys of another text."""
+    return site.crosses and site.tokens is None
 
 
 def _keys(kept: Kept, site: Site) -> range:
@@ -119,6 +147,7 @@ class Reader:
         self.latest = ""
         """The stack that ran last."""
         self._ids: mx.array | None = None
+        self._real: mx.array | None = None
         self._start, self._length = 0, 0
         self._early: list[tuple[str, mx.array]] = []
 
@@ -127,6 +156,8 @@ class Reader:
         module, _, kind = path.rpartition(".")
         if kind == "ids":
             self._ids = value
+        elif kind == "real":
+            self._real = value
         elif kind == "left":
             self.texts[module].passes[-1].left = cast(list[int], value.tolist())
         else:
@@ -138,7 +169,7 @@ class Reader:
         if self._start == 0 or stack not in self.texts:
             self.texts[stack] = Text()
         text, self.latest = self.texts[stack], stack
-        text.passes.append(Pass(self._start, self._length, self._ids, []))
+        text.passes.append(Pass(self._start, self._length, self._ids, [], self._real))
         for path, value in self._early:
             text.keep(path, value)
         self._early = []
@@ -146,7 +177,11 @@ class Reader:
     def now(self, stack: str) -> Pass:
         """The pass that a stack is in; for what belongs to none, the pass that begins or the one that ends."""
         text = self.texts.get(stack)
-        return Pass(self._start, self._length, self._ids, []) if text is None else text.passes[-1]
+        return Pass(self._start, self._length, self._ids, [], self._real) if text is None else text.passes[-1]
+
+    def real(self, site: Site, count: int) -> mx.array | None:
+        """Which of the `count` tokens, or keys, that an activation has in this pass are text; see `Pass.text`."""
+        return self.now("encoder" if looks_elsewhere(site) else site.stack).text(count)
 
     def keep(self, site: Site, value: mx.array) -> None:
         """Keep an activation with the text that it belongs to."""

@@ -14,8 +14,8 @@ from ..memory import QUANTIZED
 from ..nn import VisionEncoder, watch
 from ..tokens import Tokenizer
 from .drawn import Drawn, numbers
-from .sites import Site, main_stack, nearest, resolve, sites_of
-from .texts import Pass, Reader, Text
+from .sites import TOLD, Site, main_stack, nearest, resolve, sites_of
+from .texts import Pass, Reader, Text, looks_elsewhere
 
 if TYPE_CHECKING:
     from .pictures import Picture
@@ -71,7 +71,7 @@ class Trace(Drawn):
         self._stack = ExitStack()
 
     def __enter__(self) -> "Trace":
-        told = {site.path for site in self.sites if site.kind in ("ids", "slots", "left")}
+        told = {site.path for site in self.sites if site.kind in TOLD}
         proofs = {
             f"{site.module}.{kind}"
             for site in self._wanted.values()
@@ -188,6 +188,14 @@ class Trace(Drawn):
     def left(self) -> list[int]:
         """Padding in front of each row."""
         return [] if self._reader.main is None else self._reader.main.left
+
+    def real(self, name: str) -> mx.array | None:
+        """Which tokens of an activation, or which of its keys if it has no tokens, are text and not padding, (B, L);
+        None: all are."""
+        site = self.site(name)
+        axis = site.keys if site.tokens is None else site.tokens
+        text = self._reader.texts["encoder"] if looks_elsewhere(site) else self._text(site)
+        return None if axis is None else text.passes[-1].text(self[name].shape[axis])
 
     def labels(self, stack: str = "", row: int = 0) -> list[str]:
         """The tokens of a text as a reader sees them: their text with a tokenizer, else their ids; their places if

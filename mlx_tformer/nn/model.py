@@ -24,7 +24,7 @@ class Embed(Module):
     embedding whose vectors of tokens these are as well, as a decoder's are an encoder's.
     """
 
-    sites = ("slots", "ids", "out")
+    sites = ("slots", "real", "ids", "out")
 
     def __init__(
         self,
@@ -59,6 +59,8 @@ class Embed(Module):
         """`types` (B, L) are the kinds of the tokens; None: all of the first."""
         if wanted(self, "slots"):
             tap(self, "slots", mx.arange(ctx.start, ctx.start + ctx.length))
+        if wanted(self, "real"):
+            tap(self, "real", mx.ones(ids.shape, mx.bool_) if ctx.text is None else ctx.text)
         ids = tap(self, "ids", ids)
         x = self.into(self.vectors(ids))
         x = x if self.scale == 1.0 else x * mx.array(self.scale, dtype=x.dtype)
