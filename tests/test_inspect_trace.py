@@ -3,12 +3,14 @@
 import gc
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import CASES, cases_of, expected, gap, ids_of, opened
+from test_draft import folder_of
 
 import mlx_tformer as mt
 from mlx_tformer.errors import Mismatch, UsageError
@@ -212,6 +214,17 @@ def test_logits_of_a_generation_are_those_of_the_last_tokens(draft: str | None) 
     count = t.ids.shape[1] - len(prompt) + 1
     wanted = lm([*prompt, *steps][: t.ids.shape[1]])[:, -count:]
     assert t["logits"].shape == wanted.shape and gap(t["logits"], wanted) < 1e-4
+
+
+def test_what_drafts_of_the_model_itself_embed_is_no_part_of_the_text(tmp_path: Path) -> None:
+    lm, prompt = mt.load(folder_of(tmp_path / "a"), dtype="float32"), [3, 4, 5, 6] * 4
+    with trace(lm, read=["embed.out", "embed.ids"]) as t:
+        steps = [step.token for step in lm.generate(prompt, max_tokens=6, stop_at_end=False, draft="ahead")]
+    ids = mx.array([[*prompt, *steps]])[:, : t.ids.shape[1]]
+    assert mx.array_equal(t["embed.ids"], ids).item() and mx.array_equal(t.ids, ids).item()
+    with trace(lm, read=["embed.out"]) as whole:
+        lm(ids)
+    assert gap(t["embed.out"], whole["embed.out"]) == 0
 
 
 def test_which_tokens_are_text_is_told() -> None:
