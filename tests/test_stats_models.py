@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -134,10 +135,23 @@ def test_statistics_of_an_encoder_are_those_of_its_patterns(case: str) -> None:
         model(ids, attention_mask=mask)
     assert {f"{path}.pattern" for path in watch.paths} == patterns.keys()
     for path in watch.paths:
-        wanted = statistics_of(patterns[f"{path}.pattern"], WATCHED).arrays()
+        at = replace(Places.plain(*[ids.shape[1]] * 2), real=mask.astype(mx.bool_))
+        wanted = statistics_of(patterns[f"{path}.pattern"], WATCHED, at).arrays()
+        assert np.array_equal(watch[path].queries >= 0, mask)
         for name in wanted.keys() & set(VALUES):
             scale = max(1.0, float(mx.abs(wanted[name]).max().item()))
             assert gap(mx.array(getattr(watch[path], name)), wanted[name]) < 1e-5 * scale, (path, name)
+
+
+def test_padding_behind_an_encoders_text_gives_its_keys_nothing() -> None:
+    model, ids = mt.load(GOLDEN / "bert", dtype="float32"), [3, 4, 5, 6]
+    with watching() as alone:
+        model(ids)
+    with watching() as padded:
+        model(mx.array([[*ids, 0, 0], [5] * 6]), attention_mask=mx.array([[1, 1, 1, 1, 0, 0], [1] * 6]))
+    assert padded[0].queries.tolist() == [[0, 1, 2, 3, -1, -1], [0, 1, 2, 3, 4, 5]]
+    assert gap(mx.array(padded[1].received[0, :, :4]), alone[1].received[0]) < 1e-5
+    assert not padded[1].received[0, :, 4:].any()
 
 
 def test_the_sink_of_smollm2_is_where_it_is_known_to_be(smollm2: mt.LanguageModel) -> None:

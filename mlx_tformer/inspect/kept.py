@@ -124,7 +124,10 @@ class LayerStatistics:
         new = {name: np.array(value) for name, value in found.arrays().items()}
         if "received" in new:
             self._received.add(new.pop("received"), call.at.keys.start, keys_left)
-        new |= {"place": here[None, None], "query": (here - left[:, None])[:, None]}
+        places = here - left[:, None]
+        if call.at.real is not None:
+            places = np.where(np.array(call.at.real), places, -1)
+        new |= {"place": here[None, None], "query": places[:, None]}
         self._forget_from(call.at.queries.start, batch)
         for name, rows in new.items():
             self._rows.setdefault(name, Rows(self._keep)).add(rows)

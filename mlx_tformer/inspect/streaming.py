@@ -176,7 +176,12 @@ def _part(call: Call, start: int, stop: int) -> Call:
         k=call.k[:, :, keys],
         mask=mask[..., keys] if isinstance(mask, mx.array) else mask,
         bias=None if call.bias is None else _rows(call.bias, start, stop)[..., keys],
-        at=replace(call.at, queries=call.at.queries[start:stop], keys=call.at.keys[keys]),
+        at=replace(
+            call.at,
+            queries=call.at.queries[start:stop],
+            keys=call.at.keys[keys],
+            real=None if call.at.real is None else call.at.real[:, start:stop],
+        ),
     )
 
 
@@ -228,7 +233,7 @@ def _written_out(call: Call, wants: Wants) -> Statistics:
     if wants.spans is not None:
         found["mass"] = weights @ wants.spans.one_hot(_places(call.at.keys, call.at.keys_left))
     if wants.received:
-        found["received"] = weights.sum(axis=2)
+        found["received"] = _received(weights, call.at)
     return Statistics(**found)
 
 
@@ -323,8 +328,13 @@ def statistics_of(
         top_keys=keys if wants.top else None,
         top_weights=weights if wants.top else None,
         mass=None if wants.spans is None else pattern @ wants.spans.one_hot(place),
-        received=pattern.sum(axis=2) if wants.received else None,
+        received=_received(pattern, at) if wants.received else None,
     )
+
+
+def _received(weights: mx.array, at: Places) -> mx.array:
+    """What each key is given by all queries that are text, (B, H, L, S) -> (B, H, S)."""
+    return (weights if at.real is None else weights * at.real[:, None, :, None]).sum(axis=2)
 
 
 def _surprise(share: mx.array) -> mx.array:

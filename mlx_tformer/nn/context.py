@@ -102,7 +102,8 @@ class Context:
         at = (keys, across)
         if at not in self._places:
             new, old = self._ranges(keys)
-            self._places[at] = Places(new, range(keys), self.left) if across else Places(new, old, self.left, self.left)
+            own = Places(new, old, self.left, self.left, self.real)
+            self._places[at] = Places(new, range(keys), self.left) if across else own
         return self._places[at]
 
     def _ranges(self, keys: int) -> tuple[range, range]:

@@ -18,13 +18,15 @@ class Places:
     """Where the queries and the keys of a call stand, counted from the first token of a batch, padding included.
 
     left and keys_left (B,) count the padding in front of each row of the text of the queries and that of the keys,
-    which are one text unless a decoder looks at an encoder.
+    which are one text unless a decoder looks at an encoder. real (B, L): which queries are text, where padding may
+    stand anywhere, as in an encoder; padding looks at keys too, and says nothing.
     """
 
     queries: range
     keys: range
     left: mx.array | None = None
     keys_left: mx.array | None = None
+    real: mx.array | None = None
 
     @classmethod
     def plain(cls, queries: int, keys: int) -> "Places":
