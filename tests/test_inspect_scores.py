@@ -116,6 +116,31 @@ def test_a_sweep_over_heads_is_one_patched_run_for_each_head(case: str, site: st
         assert found.values[layer - 1, head].item() == pytest.approx(value, abs=1e-4)
 
 
+def test_a_sweep_reaches_routers_and_one_of_two_stacks() -> None:
+    lm, site = opened("mixtral"), "router.logits"
+    found = inspect.sweep(lm, IDS, OTHER, 5, site=site, layers=[1], positions=[4, 7])
+    for i, position in enumerate((4, 7)):
+        value = inspect.run(lm, OTHER, [inspect.patch(site, IDS, layers=1, positions=position)])[0, -1, 5].item()
+        assert found.values[0, i].item() == pytest.approx(value, abs=1e-4)
+    lm = opened("bart")
+    start = {"decoder_input_ids": [2, 5, 6]}
+    found = inspect.sweep(lm, IDS, OTHER, 5, site="encoder.*.residual.out", **start)
+    with trace(lm, read=["encoder.*.residual.out", "cross.z"]) as t:
+        lm(IDS, **start)
+    edit = inspect.patch("encoder.layers.1.out", t, positions=2)
+    value = inspect.run(lm, OTHER, [edit], **start)[0, -1, 5].item()
+    assert found.values[1, 2].item() == pytest.approx(value, abs=1e-4)
+    found = inspect.sweep(lm, IDS, OTHER, 5, site="cross.z", over="heads", positions=[-1], **start)
+    edit = inspect.patch("cross.z", t, layers=2, heads=[3], positions=2)
+    assert found.values[2, 3].item() == pytest.approx(
+        inspect.run(lm, OTHER, [edit], **start)[0, -1, 5].item(), abs=1e-4
+    )
+    with pytest.raises(
+        UsageError, match=r"which each of encoder, decoder has; say of which, as in 'encoder\.\*\.residual"
+    ):
+        inspect.sweep(lm, IDS, OTHER, 5, **start)
+
+
 def test_a_sweep_takes_any_metric_and_shows_no_bar_where_there_is_no_terminal(capsys: Any) -> None:
     found = inspect.sweep(opened("qwen3"), IDS, IDS, lambda logits: logits.max(axis=(1, 2)), layers=1, positions=[0, 3])
     assert found.values.shape == (1, 2) and gap(found.values, mx.full((1, 2), found.clean)) < 1e-4
@@ -139,7 +164,10 @@ def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys
         ({"site": "residual.out", "over": "heads"}, "with heads"),
         ({"site": "logits"}, "in each of the layers"),
         ({"site": "*"}, "in each of the layers"),
-        ({"layers": [9]}, "in each of the layers"),
+        ({"layers": [9]}, r"layers: found \[9\], expected some of 0, 1, 2"),
+        ({"layers": []}, "layers: found"),
+        ({"positions": []}, "positions: found none"),
+        ({"batch": 0}, "batch: found 0"),
         ({"positions": [8]}, "found 8, expected one of 8"),
         ({"metric": (1, 2, 3)}, "expected one or two"),
         ({"metric": lambda logits: logits[0, 0]}, "for one text"),

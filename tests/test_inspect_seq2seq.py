@@ -127,6 +127,14 @@ def test_keys_of_the_source_are_patched_at_their_own_places(site: str) -> None:
     assert gap(moved[:, :, 1], clean[name][:, :, 3]) == 0 and gap(moved[:, :, 2:], plain[:, :, 2:]) == 0
 
 
+def test_a_text_without_one_for_the_decoder_is_refused() -> None:
+    lm = opened("bart")
+    edit = inspect.patch("encoder.*.residual.out", [3, 4, 5])
+    for asked in (lambda: run(lm, [3, 4], []), lambda: run(lm, [3, 4], [edit], decoder_input_ids=[2])):
+        with pytest.raises(UsageError, match="give decoder_input_ids, or a trace"):
+            asked()
+
+
 def test_the_lens_of_the_decoder_ends_in_the_logits() -> None:
     for case in ("t5", "bart"):
         lm, (ids, rest) = opened(case), inputs(case)

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import watch
+from ..nn import Seq2Seq, watch
 from .places import Places, Where
 from .sites import TOLD, Site, resolve, sites_of
 from .texts import Pass, Reader, first_place
@@ -244,7 +244,9 @@ def run(lm: Any, tokens: Prompt, edit: Sequence[Edit], **arguments: Any) -> mx.a
 
 
 def call(lm: Any, tokens: Prompt, **arguments: Any) -> mx.array:
-    """One pass over a prompt in any form."""
+    """One pass over a prompt in any form; raises UsageError for an encoder with a decoder whose text is not given."""
+    if isinstance(lm.model, Seq2Seq) and "decoder_input_ids" not in arguments:
+        raise UsageError("the model reads two texts: give decoder_input_ids, or a trace where a prompt is a source")
     ids = lm.tokens(tokens) if isinstance(tokens, str) else tokens
     logits = lm(ids, **arguments)
     mx.eval(logits)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -16,7 +17,8 @@ from .edits import Prompt, call
 from .lens import token_id
 from .places import Numbers, listed
 from .sites import Site, resolve, sites_of
-from .trace import trace
+from .texts import Pass
+from .trace import by_text, trace
 
 if TYPE_CHECKING:
     from .pictures import Picture
@@ -72,13 +74,15 @@ def sweep(
     layers: Numbers | None = None,
     positions: Sequence[int] | None = None,
     batch: int = 16,
+    **arguments: Any,
 ) -> Sweep:
     """Run `corrupted` with one activation of `clean` at a time: `site` of each layer at each position, or of each head
     (`over="heads"`, at all positions or those given).
 
     metric: a token, whose logit at the last position counts, two tokens, whose logits' difference does, or a function
-    of logits (B, L, V) that gives (B,). The prompts are of one length. batch: cells that run at a time. A bar on stderr
-    shows how far it is, if that is a terminal.
+    of logits (B, L, V) that gives (B,). The prompts are of one length. batch: cells that run at a time. arguments: what
+    the model takes beside the prompts, in rows of one, such as `decoder_input_ids`. A bar on stderr shows how far it
+    is, if that is a terminal.
 
     Raises UsageError for prompts of two lengths, and a site that has no positions or heads.
     """
@@ -86,23 +90,31 @@ def sweep(
     good, bad = (p if isinstance(p, mx.array) else mx.array([list(p)]) for p in pair)
     if good.shape != bad.shape or good.shape[0] != 1:
         raise UsageError(f"sweep: found prompts of shapes {good.shape} and {bad.shape}, expected one length and (1, L)")
+    if batch < 1:
+        raise UsageError(f"batch: found {batch}, expected 1 or more")
+    beside = {k: v if isinstance(v, mx.array) else mx.array([list(v)]) for k, v in arguments.items()}
     measure = _metric(lm, metric)
     sites = _sites(lm, site, over, layers)
     with trace(lm, [s.name for s in sites]) as t:
-        clean_value = _number(measure(call(lm, good)))
+        clean_value = _number(measure(call(lm, good, **beside)))
+    run = partial(_rows_of, lm, bad, beside)
     rows, numbers = [], _numbers(t[sites[0].name], sites[0], over, positions)
     with _bar(len(sites), f"{site} over {over}") as step:
         for one in sites:
-            found = _row(lm, bad, t[one.name], one, over, numbers, positions, measure, batch)
+            found = _row(run, t[one.name], one, over, numbers, positions, measure, batch)
             rows.append(found)
             step()
-    corrupted_value = _number(measure(call(lm, bad)))
+    corrupted_value = _number(measure(run(1)))
     return Sweep([cast(int, s.layer) for s in sites], over, numbers, mx.stack(rows), clean_value, corrupted_value)
 
 
+def _rows_of(lm: Any, ids: mx.array, beside: dict[str, mx.array], count: int) -> mx.array:
+    """Logits of `count` rows of the same text."""
+    return call(lm, mx.repeat(ids, count, axis=0), **{k: mx.repeat(v, count, axis=0) for k, v in beside.items()})
+
+
 def _row(
-    lm: Any,
-    ids: mx.array,
+    run: Callable[[int], mx.array],
     clean: mx.array,
     site: Site,
     over: str,
@@ -113,16 +125,17 @@ def _row(
 ) -> mx.array:
     """The metric of one layer, (N,): each row of a batch is the same text with another cell restored."""
     found = []
-    length = ids.shape[1]
+    length = clean.shape[(site.keys if site.tokens is None else site.tokens) or 0]
     for start in range(0, len(numbers), batch):
         some = numbers[start : start + batch]
         here = _cells(clean, site, over, some, [p % length for p in positions or range(length)])
 
         def restore(path: str, value: mx.array, here: mx.array = here) -> mx.array:
-            return mx.where(here, clean.astype(value.dtype), value)
+            shown = by_text(value, site, Pass(0, length, None, []))
+            return mx.where(here, clean.astype(value.dtype), shown).reshape(value.shape)
 
         with watch({site.path}, restore):
-            found.append(measure(call(lm, mx.repeat(ids, len(some), axis=0))))
+            found.append(measure(run(len(some))))
             mx.eval(found[-1])
     return mx.concatenate(found)
 
@@ -149,6 +162,14 @@ def _sites(lm: Any, name: str, over: str, layers: Numbers | None) -> list[Site]:
         raise UsageError(f"over: found {over!r}, expected positions or heads")
     found = [s for s in resolve(sites_of(lm.model), name) if s.layer is not None and not s.path.startswith("drafts.")]
     chosen = [s for s in found if layers is None or s.layer in listed(layers)]
+    missing = set() if layers is None else set(listed(layers)) - {s.layer for s in found}
+    if found and (missing or not chosen):
+        have = ", ".join(map(str, sorted({cast(int, s.layer) for s in found})))
+        raise UsageError(f"layers: found {sorted(missing)}, expected some of {have}")
+    if len({s.stack for s in chosen}) > 1:
+        some = ", ".join(dict.fromkeys(s.stack for s in chosen))
+        way = f"{chosen[0].stack}.*.{name}"
+        raise UsageError(f"site: found {name!r}, which each of {some} has; say of which, as in {way!r}")
     lacking = "heads" if over == "heads" else "tokens"
     usable = all((s.heads is not None if over == "heads" else True) and (s.tokens or s.keys) for s in chosen)
     if not chosen or not usable or len({s.layer for s in chosen}) != len(chosen):
@@ -161,6 +182,8 @@ def _numbers(value: mx.array, site: Site, over: str, positions: Sequence[int] | 
     assert axis is not None
     count = value.shape[axis]
     length = value.shape[(site.keys if site.tokens is None else site.tokens) or 0]
+    if positions is not None and not positions:
+        raise UsageError("positions: found none, expected one or more")
     wrong = next((p for p in positions or [] if not -length <= p < length), None)
     if wrong is not None:
         raise UsageError(f"positions: found {wrong}, expected one of {length}")
