@@ -3,6 +3,7 @@
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers import CASES, expected, gap, ids_of, opened
 from test_inspect_trace import ATTENDING
@@ -16,6 +17,7 @@ from mlx_tformer.nn import wanted
 IDS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 OTHER = mx.array([[2, 7, 1, 8, 2, 8, 1, 8]])
 INF = float("inf")
+WRONG: list[dict[str, Any]] = [{"head": 1}, {"heads": "1"}, {"layers": 1.0}]
 PLAIN = ["llama-gqa-tied", "qwen3", "deepseek_v2", "mistral-window", "gpt_oss", "mixtral"]
 
 
@@ -146,6 +148,16 @@ def test_a_patch_takes_the_positions_of_another_prompt_or_trace() -> None:
     assert gap(short[:, :3], theirs[:, :3]) < 1e-5 and gap(short[:, 3:], mine[:, 3:]) == 0
 
 
+def test_places_may_be_numbers_of_numpy_and_vectors_its_arrays() -> None:
+    lm, vector = opened("qwen3"), np.arange(32, dtype=np.float32)
+    vector = np.resize(vector, lm.model.embed.tokens.weight.shape[1])
+    wanted_there = run(lm, IDS, [inspect.steer("residual.out", mx.array(vector), layers=1, positions=[0, 2, 4, 6])])
+    for places in (slice(0, None, 2), slice(0, 7, 2), list(np.arange(0, 8, 2))):
+        given: Any = vector
+        edit = inspect.steer("residual.out", given, layers=np.int64(1), positions=places)
+        assert gap(run(lm, IDS, [edit]), wanted_there) == 0
+
+
 def test_scores_of_minus_infinity_hide_a_key_and_the_rest_sums_to_one() -> None:
     lm = opened("qwen3")
     with editing(lm, [inspect.set("attn.scores", -INF, keys=[0], layers=1)]):
@@ -243,6 +255,17 @@ def test_edits_come_in_order_and_nest() -> None:
         (inspect.set("residual.out", mx.zeros((3, 5))), "to: found shape"),
         (inspect.patch("attn.pattern", IDS[:, :3]), "source: found shape"),
         (inspect.patch("attn.z", IDS, positions={0: 77}), "the source has 8 tokens"),
+        (
+            inspect.zero("attn.z", **WRONG[0]),
+            "head: no such keyword of an edit; there are layers, heads, positions, keys",
+        ),
+        (inspect.zero("attn.z", **WRONG[1]), "heads: found '1', expected a number or several"),
+        (inspect.zero("attn.z", **WRONG[2]), "layers: found 1.0, expected a number or several"),
+        (inspect.zero("attn.z", positions=slice(5, 0, -1)), "expected a step of 1 or more"),
+        (inspect.rewrite("attn.z", lambda value: WRONG[0].get("none")), "change: found None, expected an array"),
+        (inspect.set("embed.ids", 5000, positions=[0]), "embed.ids: found numbers that are not 0 to"),
+        (inspect.zero("decoder.slots"), "it only tells where tokens stand"),
+        (inspect.zero("embed.real"), "it only tells where tokens stand"),
     ],
 )
 def test_an_edit_that_touches_nothing_or_does_not_fit_is_refused(edit: inspect.Edit, told: str) -> None:
@@ -251,6 +274,15 @@ def test_an_edit_that_touches_nothing_or_does_not_fit_is_refused(edit: inspect.E
         run(lm, IDS, [edit])
     assert "\n" not in str(raised.value)
     assert not wanted(lm.model.decoder.layers[0].attn.op, "z") and mx.array_equal(lm(IDS), plain).item()
+
+
+def test_experts_that_there_are_not_are_refused_and_so_is_one_edit_without_a_list() -> None:
+    lm = opened("mixtral")
+    with pytest.raises(UsageError, match=r"router\.chosen: found numbers that are not 0 to 3"):
+        run(lm, IDS, [inspect.set("router.chosen", 4)])
+    single: Any = inspect.zero("attn.z")
+    with pytest.raises(UsageError, match="edits: found a single one, expected a list"):
+        run(lm, IDS, single)
 
 
 def test_a_mean_of_one_token_and_a_trace_without_the_activation_are_refused() -> None:

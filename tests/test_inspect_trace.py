@@ -13,6 +13,7 @@ from helpers import CASES, cases_of, expected, gap, ids_of, opened
 from test_draft import folder_of
 
 import mlx_tformer as mt
+from mlx_tformer import inspect
 from mlx_tformer.errors import Mismatch, UsageError
 from mlx_tformer.inspect import sites_of, trace
 from mlx_tformer.nn import Cache, attention, wanted, watch
@@ -374,6 +375,28 @@ def test_names_that_mean_several_things_or_nothing_are_refused() -> None:
         t["attn.z"]
     with pytest.raises(UsageError, match="several activations of a layer"):
         t.by_layer("*")
+    with pytest.raises(UsageError, match=r"layers\.0\.out has no keys"):
+        t.keys("layers.0.residual.out")
+
+
+def test_rows_that_a_batch_does_not_have_are_refused() -> None:
+    lm = opened("qwen3")
+    with trace(lm, read=["attn.pattern", "residual.out"]) as t:
+        lm(IDS)
+    for asked in (
+        lambda row: t.labels(row=row),
+        lambda row: t.patterns(row=row),
+        lambda row: inspect.lens(t, row=row),
+        lambda row: inspect.attribution(t, 5, row=row),
+        lambda row: inspect.flow(t, row=row),
+    ):
+        for row in (1, -1):
+            with pytest.raises(UsageError, match=f"row: found {row}, expected 0 to 0"):
+                asked(row)
+    with pytest.raises(UsageError, match="found no position"):
+        inspect.lens(t, [])
+    with pytest.raises(UsageError, match="the trace has read nothing"):
+        inspect.attribution(trace(lm, read=["residual.out"]), 5)
 
 
 def test_patterns_come_with_labels_for_those_who_draw_them(shakespeare: mt.LanguageModel) -> None:

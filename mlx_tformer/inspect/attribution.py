@@ -12,7 +12,7 @@ from ..nn.linear import matrix
 from .frozen import Frozen, frozen
 from .lens import head_of, token_id
 from .sites import resolve
-from .trace import Trace, trace
+from .trace import Trace, check_row, trace
 
 SITES = ("embed.out", "*.delta", "residual.out")
 
@@ -79,7 +79,8 @@ def attribution(
     if not isinstance(model, LM):
         raise UsageError("attribution needs a decoder, whose logits are made of its residual stream")
     t = _complete(t)
-    length = t["embed.out"].shape[1]
+    rows, length, _ = t["embed.out"].shape
+    check_row(row, rows)
     if not -length <= position < length:
         raise UsageError(f"position: found {position}, expected one of {length}")
     parts = _parts(model, t, position % length, row)
@@ -108,6 +109,8 @@ def _complete(t: Trace) -> Trace:
     if names <= set(t.names):
         return t
     ids = t.ids
+    if not t.names:
+        raise UsageError("the trace has read nothing; run the model in it")
     if ids is None:
         raise UsageError("the text began before the trace; trace all of it, or read " + ", ".join(map(repr, wanted)))
     padded = {"attention_mask": mx.arange(ids.shape[1]) >= mx.array(t.left)[:, None]} if any(t.left) else {}

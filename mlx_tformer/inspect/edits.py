@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..errors import UsageError
-from ..nn import Seq2Seq, watch
+from ..nn import Embed, Router, Seq2Seq, watch
 from .places import Places, Where
 from .sites import TOLD, Site, resolve, sites_of
 from .texts import Pass, Reader, first_place
@@ -89,6 +90,9 @@ def rewrite(site: str, change: Callable[[mx.array], mx.array], **where: Unpack[W
 
 
 def _fitting(given: mx.array, value: mx.array, site: Site, name: str) -> mx.array:
+    if given is None:
+        raise UsageError(f"{site.name}: {name}: found None, expected an array")
+    given = given if isinstance(given, mx.array) else mx.array(given)
     try:
         return mx.broadcast_to(given.astype(value.dtype), value.shape)
     except ValueError:
@@ -132,12 +136,20 @@ class Editing:
     def __init__(self, lm: Inspectable, edits: Sequence[Edit]):
         self.lm, self.edits = lm, list(edits)
         sites = sites_of(lm.model)
+        modules = dict(lm.model.named_modules())
         self._told = {site.path for site in sites if site.kind in TOLD}
         self._places = [Places(edit.where) for edit in self.edits]
         self._sites = [
             {site.path: site for site in places.sites(resolve(sites, edit.site), edit.site)}
             for edit, places in zip(self.edits, self._places, strict=True)
         ]
+        for edit, chosen in zip(self.edits, self._sites, strict=True):
+            told = next((site for site in chosen.values() if site.kind in TOLD and site.kind != "ids"), None)
+            if told is not None:
+                raise UsageError(
+                    f"{edit.name} {told.name}: it only tells where tokens stand, and nothing follows from it"
+                )
+        self._rows = {path: _rows_of(modules[site.module], site) for some in self._sites for path, site in some.items()}
         self._reader = Reader()
         self._stack = ExitStack()
 
@@ -198,7 +210,17 @@ class Editing:
             mask = has if mask is None else mask if has is None else mask & has
         changed = edit.change(shown, Known(site, now, there, real)).astype(value.dtype)
         changed = changed if mask is None else mx.where(mask, changed, shown)
+        count = self._rows[path]
+        if count is not None and not mx.all((changed >= 0) & (changed < count)).item():
+            raise UsageError(f"{edit.name} {site.name}: found numbers that are not 0 to {count - 1}")
         return changed.reshape(value.shape)
+
+
+def _rows_of(module: nn.Module, site: Site) -> int | None:
+    """How many rows there are that an activation numbers: of a table, or experts; None for what numbers none."""
+    if isinstance(module, Embed) and site.kind == "ids":
+        return module.vocab
+    return module.count if isinstance(module, Router) and site.kind == "chosen" else None
 
 
 def aligned(
@@ -234,6 +256,8 @@ def editing(lm: Inspectable, edits: Sequence[Edit]) -> Editing:
     >>> with editing(lm, [scale("attn.z", 0.5, layers=0)]):
     ...     steps = list(lm.generate("ROMEO:", max_tokens=3))
     """
+    if isinstance(edits, Edit | str):
+        raise UsageError("edits: found a single one, expected a list")
     return Editing(lm, edits)
 
 

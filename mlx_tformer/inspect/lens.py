@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..nn import Encoder, VisionEncoder
 from .drawn import Drawn, numbers
 from .sites import main_stack
-from .trace import Trace
+from .trace import Trace, check_row
 
 if TYPE_CHECKING:
     from .pictures import Picture
@@ -73,11 +73,13 @@ def lens(
     if site not in t:
         raise UsageError('the lens reads the residual stream: trace with read=["residual.out"]')
     streams = t.by_layer(site)
-    length = next(iter(streams.values())).shape[1]
+    rows, length, _ = next(iter(streams.values())).shape
+    check_row(row, rows)
     places = range(length) if position is None else [position] if isinstance(position, int) else list(position)
     wrong = next((at for at in places if not -length <= at < length), None)
-    if wrong is not None or not top >= 1:
-        raise UsageError(f"lens: found position {wrong} and top {top}, expected one of {length} positions, 1 or more")
+    if wrong is not None or not top >= 1 or not places:
+        found_at = "no position" if not places else f"position {wrong}"
+        raise UsageError(f"lens: found {found_at} and top {top}, expected one of {length} positions, 1 or more")
     at, token = mx.array([i % length for i in places]), None if of is None else token_id(t.lm, of)
     norm, found = model[main_stack(model)].norm, []
     for stream in streams.values():

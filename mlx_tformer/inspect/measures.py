@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..errors import UsageError
 from .sites import main_stack
-from .trace import Trace, deficit
+from .trace import Trace, check_row, deficit
 
 NOTHING = 1e-9
 """Room in an edge that is rounding."""
@@ -68,7 +68,9 @@ def flow(t: Trace, *, position: int = -1, row: int = 0, residual: float = 0.5) -
 
     Raises UsageError as `rollout` does, and for texts of more than 256 tokens.
     """
-    layers = [cast(list[list[float]], mixed[row].tolist()) for mixed in _mixed(t, residual)]
+    found = _mixed(t, residual)
+    check_row(row, found[0].shape[0])
+    layers = [cast(list[list[float]], mixed[row].tolist()) for mixed in found]
     length = len(layers[0])
     if length > MOST:
         raise UsageError(f"flow: found a text of {length} tokens, expected at most {MOST}; use rollout")

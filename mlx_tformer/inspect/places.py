@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from operator import index
+from typing import TypedDict, cast
 
 import mlx.core as mx
 
@@ -39,6 +40,7 @@ class Places:
     touched: bool = False
 
     def __post_init__(self) -> None:
+        _check(self.where)
         positions = self.where.get("positions")
         self.waiting = set() if positions is None or isinstance(positions, slice) else set(listed(positions))
 
@@ -112,19 +114,40 @@ class Places:
         return _along(site.keys, value, [_hit(keys, slots, i) is not None for i in range(count)])
 
 
-def listed(numbers: Numbers | Mapping[int, int]) -> list[int]:
-    """One number or several, as a list."""
-    return [numbers] if isinstance(numbers, int) else list(numbers)
+def listed(numbers: object) -> list[int]:
+    """One number or several, as a list; raises TypeError for what is none."""
+    try:
+        return [index(cast(int, numbers))]
+    except TypeError:
+        return [index(number) for number in cast(Sequence[int], numbers)]
 
 
-def _hit(positions: Positions, slots: range, index: int) -> int | None:
-    """The position asked for that the token at `index` of a pass stands at."""
-    slot, back = slots[index], index - len(slots)
+def _check(where: Where) -> None:
+    """Raise UsageError for keywords that are none, and for what is no number where there should be some."""
+    for name, value in where.items():
+        if name not in Where.__annotations__:
+            raise UsageError(f"{name}: no such keyword of an edit; there are {', '.join(Where.__annotations__)}")
+        if isinstance(value, slice) and name in ("positions", "keys"):
+            if value.step is not None and value.step < 1:
+                raise UsageError(f"{name}: found {value}, expected a step of 1 or more")
+            continue
+        try:
+            parts = [*value, *value.values()] if isinstance(value, Mapping) else [value]
+            for part in parts:
+                listed(part)
+        except TypeError:
+            raise UsageError(f"{name}: found {value!r}, expected a number or several") from None
+
+
+def _hit(positions: Positions, slots: range, at: int) -> int | None:
+    """The position asked for that token `at` of a pass stands at."""
+    slot, back = slots[at], at - len(slots)
     if isinstance(positions, slice):
         if min(positions.start or 0, 0 if positions.stop is None else positions.stop) < 0:
             raise UsageError(f"positions: found {positions}, expected a slice that counts from the beginning")
+        first, step = positions.start or 0, positions.step or 1
         after = positions.stop is not None and slot >= positions.stop
-        return None if slot < (positions.start or 0) or after else slot
+        return None if slot < first or after or (slot - first) % step else slot
     asked = listed(positions)
     return slot if slot in asked else back if back in asked else None
 

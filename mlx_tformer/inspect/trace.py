@@ -177,6 +177,8 @@ class Trace(Drawn):
     def keys(self, name: str) -> range:
         """The places in the text of the keys of a pattern, of scores, of keys or values."""
         site = self.site(name)
+        if site.keys is None:
+            raise UsageError(f"{site.name} has no keys; patterns, scores, keys and values have")
         return self._text(site).keys(site)
 
     @property
@@ -207,6 +209,7 @@ class Trace(Drawn):
         ids = None if text is None else text.ids
         if text is None or ids is None:
             return [] if text is None else [str(i) for i in range(text.length)]
+        check_row(row, ids.shape[0])
         listed = cast(list[int], ids[row].tolist())
         return [str(i) if self.lm.tokenizer is None else self.lm.tokenizer.token_text(i) for i in listed]
 
@@ -234,8 +237,7 @@ class Trace(Drawn):
     def _pattern(self, site: Site, head: int | None, row: int) -> Pattern:
         text = self._text(site)
         values = text.of(site)
-        if not 0 <= row < values.shape[0]:
-            raise UsageError(f"row: found {row}, expected 0 to {values.shape[0] - 1}")
+        check_row(row, values.shape[0])
         if head is not None and not 0 <= head < values.shape[1]:
             raise UsageError(f"head: found {head}, expected 0 to {values.shape[1] - 1}")
         values = values[row] if head is None else values[row, head]
@@ -306,6 +308,12 @@ def trace(lm: Inspectable, read: Sequence[str]) -> Trace:
     if isinstance(read, str):
         raise UsageError(f"read: found {read!r}, expected a list of names: [{read!r}]")
     return Trace(lm, read)
+
+
+def check_row(row: int, rows: int) -> None:
+    """Raise UsageError for a row that a batch does not have: MLX would read whatever lies there."""
+    if not 0 <= row < rows:
+        raise UsageError(f"row: found {row}, expected 0 to {rows - 1}")
 
 
 def by_text(value: mx.array, site: Site, now: Pass) -> mx.array:
