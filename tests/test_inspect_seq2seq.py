@@ -148,6 +148,22 @@ def test_experts_of_limited_capacity_drop_tokens() -> None:
     assert any(not mx.all(kept).item() for kept in t.all("kept").values())
 
 
+def test_experts_of_an_encoder_leave_its_padding_out() -> None:
+    lm = opened("switch")
+
+    def report(rows: list[list[int]], start: list[list[int]], *names: str, **rest: mx.array) -> inspect.ExpertReport:
+        with trace(lm, read=names) as t:
+            lm(mx.array(rows), decoder_input_ids=mx.array(start), **rest)
+        return inspect.experts(t)[0]
+
+    read, ids = "encoder.*.router.*", [3, 4, 5, 6]
+    alone = report([ids], [[2]], read)
+    padded = report([[*ids, 0, 0]], [[2]], read, attention_mask=mx.array([[1, 1, 1, 1, 0, 0]]))
+    assert padded.tokens == alone.tokens == 4 and padded.load.tolist() == alone.load.tolist()
+    with pytest.raises(UsageError, match="encoder and decoder were read"):
+        report([ids], [[2]], "router.*")
+
+
 def test_what_needs_one_text_is_refused_for_two() -> None:
     lm = opened("t5")
     for call, told in (

@@ -47,7 +47,8 @@ class ExpertReport:
 
 
 def experts(t: Trace) -> list[ExpertReport]:
-    """A report for each layer with experts; raises UsageError for a trace without `SITES` ("router.*" reads them).
+    """A report for each layer with experts; raises UsageError for a trace without `SITES` ("router.*" reads them), and
+    for one of two stacks.
 
     >>> from mlx_tformer.inspect import trace
     >>> SITES
@@ -56,15 +57,18 @@ def experts(t: Trace) -> list[ExpertReport]:
     missing = next((name for name in SITES if name not in t), None)
     if missing is not None:
         raise UsageError(f'experts: {missing} was not read; trace a mixture of experts with read=["router.*"]')
+    names = list(t.all(SITES[0]))
+    if len({t.site(name).stack for name in names}) > 1:
+        raise UsageError('experts: encoder and decoder were read; trace one, as with read=["encoder.*.router.*"]')
     logits, chosen, weights = (t.by_layer(name) for name in SITES)
-    return [_report(layer, logits[layer], chosen[layer], weights[layer], t.left) for layer in logits]
+    real = {layer: t.real(name) for layer, name in zip(logits, names, strict=True)}
+    return [_report(layer, logits[layer], chosen[layer], weights[layer], real[layer]) for layer in logits]
 
 
-def _report(layer: int, logits: mx.array, chosen: mx.array, weights: mx.array, left: list[int]) -> ExpertReport:
-    """logits (B, L, E), chosen and weights (B, L, top)."""
+def _report(layer: int, logits: mx.array, chosen: mx.array, weights: mx.array, real: mx.array | None) -> ExpertReport:
+    """logits (B, L, E), chosen and weights (B, L, top), real (B, L) what is no padding."""
     count = logits.shape[-1]
-    real = mx.arange(logits.shape[1]) >= mx.array(left or [0])[:, None]  # (B, L)
-    real = mx.broadcast_to(real, logits.shape[:2])
+    real = mx.ones(logits.shape[:2], mx.bool_) if real is None else real
     one_hot = (chosen[..., None] == mx.arange(count)) & real[..., None, None]  # (B, L, top, E)
     picked = mx.any(one_hot, axis=2).astype(mx.float32).reshape(-1, count)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
