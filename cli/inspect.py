@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,13 +201,14 @@ def save(found: "View", asked: Request) -> None:
 
 
 def drawn(pictures: "Sequence[Picture]") -> str:
-    """Pictures for standard output: in colours on a terminal that wants them, in ASCII where it must be."""
+    """Pictures for standard output: in colours on a terminal that wants them, in ASCII where it must be; without their
+    notes, which are on standard error."""
     from rich.console import Console
 
-    from mlx_tformer.inspect.pictures import show
+    from mlx_tformer.inspect.pictures import Heads, show
 
     console = Console(file=sys.stdout, highlight=False)
     with console.capture() as capture:
         for picture in pictures:
-            show(picture, console)
+            show(replace(picture, notes=()) if isinstance(picture, Heads) else picture, console)
     return capture.get()

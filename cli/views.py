@@ -30,9 +30,9 @@ BEST, STRETCHES = 5, 16
 MEASURES: "dict[str, Callable[[inspect.Pattern], mx.array]]" = {
     "entropy": lambda one: inspect.entropy(one.values),
     "distance": lambda one: inspect.distance(one.values, first_query=one.first_query, first_key=one.first_key),
-    "sink": lambda one: inspect.sink_mass(one.values),
+    "sink_mass": lambda one: inspect.sink_mass(one.values),
 }
-"""What a row of a pattern is measured by."""
+"""What a row of a pattern is measured by; `sink` of statistics is what learned sinks take, without the first token."""
 KINDS = ("induction", "previous", "duplicate", "current", "sink", "local")
 
 
@@ -48,7 +48,7 @@ def heads(look: Look) -> View:
     for part, found in parts.items():
         drawn = _picture(t, part)
         pictures.append(drawn)
-        measured[part] = _measured(t, found, _units(look))
+        measured[part] = _measured(t, found, _units(look, "sink_mass"))
         table = _table(measured[part]["entropy"])
         columns = [str(head) for head in range(table.shape[1])]
         title = f"{TITLES[part]}: entropy (nats), mean over all queries"
@@ -176,7 +176,7 @@ def stats(look: Look) -> View:
             written = look.run()
     else:
         written = look.run(watching)
-    units = _units(look)
+    units = _units(look, "sink")
     told = {path: _row(watching[path], units) for path in watching.paths if path in paths}
     if one:
         told = {path: row | {"mass": _means(watching[path].mass)} for path, row in told.items()}
@@ -249,10 +249,10 @@ def _picture(t: inspect.Trace, part: str) -> Heads:
     return replace(drawn, title=TITLES[part])
 
 
-def _units(look: Look) -> dict[str, str]:
+def _units(look: Look, sink: str) -> dict[str, str]:
     """What is measured of each query, and its unit. Between patches of a picture there is no distance in tokens."""
     distance = {"distance": "tokens"} if look.pixels is None else {}
-    return {"entropy": "nats", **distance, "sink": "mass"}
+    return {"entropy": "nats", **distance, sink: "mass"}
 
 
 def _placed(pattern: Grid, patches: Patches) -> Grid:

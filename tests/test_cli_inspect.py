@@ -78,7 +78,7 @@ def test_the_heads_of_every_kind_of_attention_are_the_librarys(case: str, folder
         assert told["layers"] == [one.layer for one in wanted]
         for i, one in enumerate(wanted):
             assert told["entropy"][i] == np.array(inspect.entropy(one.values).mean(axis=-1)).tolist()
-            assert told["sink"][i] == np.array(inspect.sink_mass(one.values).mean(axis=-1)).tolist()
+            assert told["sink_mass"][i] == np.array(inspect.sink_mass(one.values).mean(axis=-1)).tolist()
             assert np.isfinite(told["distance"][i]).all()
 
 
@@ -193,6 +193,7 @@ def test_a_quantized_model_says_so(tmp_path: Path, folder: Folder) -> None:
     assert result.exit_code == 0, result.output
     shown = invoke("inspect", "-m", str(tmp_path / "q"), TEXT)
     assert "quantized (8 bits): these are the quantized model's activations" in shown.stderr
+    assert "quantized" not in shown.stdout  # said once
     assert numbers("-m", str(tmp_path / "q"), TEXT)["check"] < 1e-5
 
 
@@ -278,7 +279,7 @@ def test_what_a_model_looks_at_in_a_picture_is_the_librarys(picture: list[str]) 
     assert found["check"] == t.check() < 1e-5 and found["ids"] == []
     assert found["tokens"] == found["read"] == one["keys"] == one["queries"] == t.labels()
     every = found["parts"]["encoder"]
-    assert set(every) == {"layers", "entropy", "sink"}  # patches are on no line, along which they are apart
+    assert set(every) == {"layers", "entropy", "sink_mass"}  # patches are on no line, along which they are apart
     for layer, pattern in t.by_layer("attn.pattern").items():
         assert every["entropy"][layer] == np.array(inspect.entropy(pattern[0]).mean(axis=-1)).tolist()
     with inspect.trace(lm, read=["layers.1.attn.pattern"]) as t:  # which leaves other layers fused
