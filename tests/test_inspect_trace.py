@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import CASES, cases_of, expected, gap, ids_of, opened
+from helpers import CASES, GOLDEN, cases_of, expected, gap, ids_of, opened
 from test_draft import folder_of
 
 import mlx_tformer as mt
 from mlx_tformer import inspect
 from mlx_tformer.errors import Mismatch, UsageError
-from mlx_tformer.inspect import sites_of, trace
+from mlx_tformer.inspect import editing, sites_of, trace
 from mlx_tformer.nn import Cache, attention, wanted, watch
 
 ENCODERS = cases_of("mlm")
@@ -226,6 +226,25 @@ def test_what_drafts_of_the_model_itself_embed_is_no_part_of_the_text(tmp_path: 
     with trace(lm, read=["embed.out"]) as whole:
         lm(ids)
     assert gap(t["embed.out"], whole["embed.out"]) == 0
+
+
+def test_another_model_that_runs_beside_is_neither_read_nor_edited() -> None:
+    lm, other = opened("llama-gqa-tied"), mt.load(GOLDEN / "llama-gqa-tied", dtype="float32")
+    other.model.embed.tokens.weight = other.model.embed.tokens.weight * 1.3
+    prompt, names = [3, 4, 5, 6] * 4, ["attn.k", "residual.out", "attn.pattern"]
+    with inspect.stats() as watch, trace(lm, read=names) as t:
+        steps = [step.token for step in lm.generate(prompt, max_tokens=8, draft=other, stop_at_end=False)]
+    ids = mx.array([[*prompt, *steps]])[:, : t.ids.shape[1]]
+    alone = other(IDS)
+    with inspect.stats() as plain, trace(lm, read=names) as whole:
+        lm(ids)
+    assert gap(mx.array(watch[2].entropy), plain[2].entropy) < 1e-5
+    with trace(lm, read=names) as beside, editing(lm, [inspect.zero("attn.z", heads=[0])]):
+        assert mx.array_equal(other(IDS), alone).item()
+        lm(ids)
+        other(IDS)
+    assert all(gap(t[name], whole[name]) < 1e-4 and beside[name].shape == whole[name].shape for name in t.names)
+    assert gap(beside["layers.0.attn.k"], whole["layers.0.attn.k"]) < 1e-5
 
 
 def test_which_tokens_are_text_is_told() -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import LM, Cache
+from ..nn import LM, Cache, unseen
 from .decode import CHUNK
 from .sampling import COLDEST, Sampler, filtered, row_key
 from .settings import Sampling
@@ -103,6 +103,7 @@ class Smaller(Draft):
         self._text, self._sampling = Text(model, model.new_cache(planned)), sampling
         self._key = row_key(sampling.seed)
 
+    @unseen()
     def propose(self, ids: Sequence[int], count: int) -> Proposal:
         text = self._text
         same = next((i for i, (a, b) in enumerate(zip(text.ids, ids, strict=False)) if a != b), len(text.ids))

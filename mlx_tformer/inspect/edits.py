@@ -155,9 +155,11 @@ class Editing:
 
     def __enter__(self) -> "Editing":
         sources = [self._source(edit, sites) for edit, sites in zip(self.edits, self._sites, strict=True)]
-        self._stack.enter_context(watch(self._told, self._reader.heard, last=True))
+        self._stack.enter_context(watch(self._told, self._reader.heard, last=True, of=self.lm.model))
         for edit, places, sites, source in zip(self.edits, self._places, self._sites, sources, strict=True):
-            self._stack.enter_context(watch(set(sites), partial(self._apply, edit, places, sites, source)))
+            self._stack.enter_context(
+                watch(set(sites), partial(self._apply, edit, places, sites, source), of=self.lm.model)
+            )
         return self
 
     def __exit__(

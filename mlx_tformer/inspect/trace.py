@@ -78,9 +78,8 @@ class Trace(Drawn):
             if site.kind == "pattern"
             for kind in ("values", "fused")
         }
-        self._stack.enter_context(watch(told, self._reader.heard, last=True))
-        self._stack.enter_context(watch(frozenset(self._wanted), self._keep, last=True))
-        self._stack.enter_context(watch(proofs, self._prove, last=True))
+        for names, see in ((told, self._reader.heard), (set(self._wanted), self._keep), (proofs, self._prove)):
+            self._stack.enter_context(watch(names, see, last=True, of=self.lm.model))
         return self
 
     def __exit__(

@@ -42,7 +42,7 @@ from .position import (
 )
 from .relative import RelativeBias, Shared
 from .seq2seq import LogitBias, Seq2Seq
-from .spectator import Call, Places, spectate, spectators
+from .spectator import Call, Places, spectate, spectators, unseen
 from .ssm import GatedNorm, Mamba, Mamba2, Multipliers, NormedGate, Recurrent, SiluGate
 from .tap import Module, tap, wanted, watch
 from .vision import Patches, VisionEncoder
@@ -143,6 +143,7 @@ __all__ = [
     "spectators",
     "stateful",
     "tap",
+    "unseen",
     "visible",
     "wanted",
     "watch",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .tap import unwatched
+
 
 @dataclass(frozen=True)
 class Places:
@@ -75,5 +77,16 @@ def spectate(see: Spectator) -> Iterator[None]:
     token = _spectators.set((*_spectators.get(), see))
     try:
         yield
+    finally:
+        _spectators.reset(token)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Neither watchers nor spectators see what runs in the block: another model than the one that is looked at."""
+    token = _spectators.set(())
+    try:
+        with unwatched():
+            yield
     finally:
         _spectators.reset(token)

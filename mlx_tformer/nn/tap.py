@@ -8,7 +8,7 @@ the activation (`decoder.layers.3.attn.op.pattern`) and may put another value in
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
@@ -51,14 +51,17 @@ def name_modules(model: nn.Module) -> None:
 @dataclass(frozen=True)
 class Watcher:
     """A glob over activation paths, or the paths themselves, and what to do with a match: return None to keep the
-    value, or a new one."""
+    value, or a new one. of: the modules whose activations count, by `id`; None: those of all models."""
 
     pattern: str | Set[str]
     see: Callable[[str, mx.array], mx.array | None]
     last: bool = False
+    of: Set[int] | None = None
 
-    def wants(self, path: str) -> bool:
-        """True if `path` is one that this watcher asked for."""
+    def wants(self, module: Module, path: str) -> bool:
+        """True if `path` of this module is one that the watcher asked for."""
+        if self.of is not None and id(module) not in self.of:
+            return False
         return fnmatchcase(path, self.pattern) if isinstance(self.pattern, str) else path in self.pattern
 
 
@@ -69,14 +72,14 @@ _listening = _watchers.get  # looked up once and not for every activation
 def wanted(module: Module, name: str) -> bool:
     """True if somebody watches this activation; asked before computing one that is not needed otherwise."""
     watchers = _listening()  # most of the time there are none, and then a generator would cost more than the rest
-    return bool(watchers) and any(watcher.wants(f"{module.path}.{name}") for watcher in watchers)
+    return bool(watchers) and any(watcher.wants(module, f"{module.path}.{name}") for watcher in watchers)
 
 
 def tap(module: Module, name: str, value: mx.array) -> mx.array:
     """Offer an activation to the watchers; returns it, or what a watcher put in its place."""
     for watcher in _listening():
         path = f"{module.path}.{name}"
-        if watcher.wants(path):
+        if watcher.wants(module, path):
             changed = watcher.see(path, value)
             value = value if changed is None else changed
     return value
@@ -91,7 +94,7 @@ def watching() -> tuple[Watcher, ...]:
 def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
     """What these watchers would see of the block, by path; they are not called, and nobody else is."""
     found: dict[str, mx.array] = {}
-    token = _watchers.set(tuple(Watcher(watcher.pattern, found.__setitem__) for watcher in watchers))
+    token = _watchers.set(tuple(replace(watcher, see=found.__setitem__, last=False) for watcher in watchers))
     try:
         yield found
     finally:
@@ -100,10 +103,14 @@ def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
 
 @contextmanager
 def watch(
-    pattern: str | Set[str], see: Callable[[str, mx.array], mx.array | None], *, last: bool = False
+    pattern: str | Set[str],
+    see: Callable[[str, mx.array], mx.array | None],
+    *,
+    last: bool = False,
+    of: nn.Module | None = None,
 ) -> Iterator[None]:
     """Call `see(path, value)` on every activation inside the block whose path matches the glob `pattern`, or is one of
-    several.
+    several; `of` a model, and not of others that run there as well.
 
     Watchers are called in the order in which they came, and those that are `last` after the others: so they see what
     the model goes on with, whoever changes it.
@@ -115,8 +122,19 @@ def watch(
     >>> seen
     [('.hidden', (1, 3, 16))]
     """
-    every = (*_watchers.get(), Watcher(pattern, see, last))
+    own = None if of is None else frozenset(map(id, of.modules()))
+    every = (*_watchers.get(), Watcher(pattern, see, last, own))
     token = _watchers.set(tuple(sorted(every, key=lambda watcher: watcher.last)))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Nobody watches what runs in the block."""
+    token = _watchers.set(())
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ def again(stack: Stack, layer: Block, x: mx.array, ctx: Context) -> mx.array:
     out, values = mx.checkpoint(run)(given, x, [] if ctx.memory is None else [ctx.memory])
     for path, value in zip(paths, values, strict=True):
         for watcher in watchers:
-            if watcher.wants(path) and watcher.see(path, value) is not None:
+            if watcher.wants(layer, path) and watcher.see(path, value) is not None:
                 raise UsageError(
                     f"{path}: cannot be edited in a layer that is computed again; checkpoint(model, False)"
                 )
