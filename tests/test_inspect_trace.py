@@ -15,6 +15,8 @@ from test_draft import folder_of
 import mlx_tformer as mt
 from mlx_tformer import inspect
 from mlx_tformer.errors import Mismatch, UsageError
+from mlx_tformer.generation import decode
+from mlx_tformer.generation import scores as generation_scores
 from mlx_tformer.inspect import editing, sites_of, trace
 from mlx_tformer.nn import Cache, attention, wanted, watch
 
@@ -207,14 +209,29 @@ def test_padding_in_front_is_told_and_takes_no_mass() -> None:
     t.check(1e-5)
 
 
-@pytest.mark.parametrize("draft", [None, "lookup"])
-def test_logits_of_a_generation_are_those_of_the_last_tokens(draft: str | None) -> None:
+@pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}, {"prompt_logprobs": True}], ids=str)
+def test_logits_of_a_generation_are_those_of_their_tokens(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, size in ((generation_scores, "ROWS", 3), (decode, "CHUNK", 7)):
+        monkeypatch.setattr(module, name, size)
     lm, prompt = opened("llama-gqa-tied"), [3, 4, 5, 6] * 4
     with trace(lm, read=["logits"]) as t:
-        steps = [step.token for step in lm.generate(prompt, max_tokens=6, stop_at_end=False, draft=draft)]
-    count = t.ids.shape[1] - len(prompt) + 1
+        steps = [step.token for step in lm.generate(prompt, max_tokens=6, stop_at_end=False, **settings)]
+    count = t.ids.shape[1] - (0 if "prompt_logprobs" in settings else len(prompt) - 1)
     wanted = lm([*prompt, *steps][: t.ids.shape[1]])[:, -count:]
     assert t["logits"].shape == wanted.shape and gap(t["logits"], wanted) < 1e-4
+
+
+def test_logits_are_edited_where_they_stand_when_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_scores, "ROWS", 3)
+    lm, ids = opened("llama-gqa-tied"), IDS.tolist()[0]
+    plain = lm.score([ids])[0].tokens
+    for place in range(7):
+        with editing(lm, [inspect.set("logits", 0.0, positions=[place])]):
+            found = lm.score([ids])[0].tokens
+        changed = [i for i, (a, b) in enumerate(zip(found, plain, strict=True)) if a.logprob != b.logprob]
+        assert changed == [place + 1]
 
 
 def test_what_drafts_of_the_model_itself_embed_is_no_part_of_the_text(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Table:
     def hidden(self, ids: mx.array, cache: Cache) -> mx.array:
         return ids
 
-    def logits(self, x: mx.array) -> mx.array:
+    def logits(self, x: mx.array, first: int = 0) -> mx.array:
         return x
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:

@@ -45,9 +45,9 @@ class Conditioned:
             return self.model.decode(ids, cache=cache)
         return self.model.decode(ids, self.memory, cache, attention_mask=self.attention_mask)
 
-    def logits(self, x: mx.array) -> mx.array:
-        """(B, L, C) -> (B, L, V)"""
-        return self.model.logits(x)
+    def logits(self, x: mx.array, first: int = 0) -> mx.array:
+        """(B, L, C) -> (B, L, V); see `Seq2Seq.logits`."""
+        return self.model.logits(x, first)
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array:
         return self.logits(self.hidden(ids, cache))

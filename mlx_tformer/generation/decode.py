@@ -29,7 +29,7 @@ class Writer(Protocol):
 
     def hidden(self, ids: mx.array, cache: Cache) -> mx.array: ...
 
-    def logits(self, x: mx.array) -> mx.array: ...
+    def logits(self, x: mx.array, first: int = 0) -> mx.array: ...
 
     def __call__(self, ids: mx.array, cache: Cache) -> mx.array: ...
 
@@ -109,7 +109,7 @@ class Decoder:
             mx.clear_cache()
         hidden = self.model.hidden(ids[:, last:], self.cache)
         self.score(hidden)
-        logits = self.model.logits(hidden[:, -1:])[:, 0]
+        logits = self.model.logits(hidden[:, -1:], hidden.shape[1] - 1)[:, 0]
         mx.eval(logits)
         mx.clear_cache()
         self.whole = True

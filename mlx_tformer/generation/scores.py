@@ -16,7 +16,7 @@ Top = tuple[tuple[int, float], ...]
 class Head(Protocol):
     """What makes logits (B, L, V) of hidden states (B, L, C)."""
 
-    def logits(self, x: mx.array) -> mx.array: ...
+    def logits(self, x: mx.array, first: int = 0) -> mx.array: ...
 
 
 class TokenScore(NamedTuple):
@@ -40,7 +40,7 @@ def score_targets(model: Head, hidden: mx.array, targets: mx.array, top: int = 0
     """What the model thinks of `targets` (L,), from the hidden states (1, L, C) before them; evaluated."""
     parts = []
     for start in range(0, targets.shape[0], ROWS):
-        logits = model.logits(hidden[:, start : start + ROWS])[0].astype(mx.float32)
+        logits = model.logits(hidden[:, start : start + ROWS], start)[0].astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(logprobs, targets[start : start + ROWS, None], axis=-1)[:, 0]
         parts.append((chosen, *best(logprobs, top)))

@@ -246,7 +246,7 @@ def _compare_window(a: LM, b: LM, ids: list[int], scored: int, sums: _Sums, how:
         hidden = [model.hidden(chunk, cache) for model, cache in zip((a, b), caches, strict=True)]
         for at in range(max(scored - 1 - start, 0), chunk.shape[1], ROWS):
             rows = slice(at, min(at + ROWS, chunk.shape[1]))
-            logits = [m.logits(h[:, rows])[0].astype(mx.float32) for m, h in zip((a, b), hidden, strict=True)]
+            logits = [m.logits(h[:, rows], at)[0].astype(mx.float32) for m, h in zip((a, b), hidden, strict=True)]
             logprobs = [x - mx.logsumexp(x, axis=-1, keepdims=True) for x in logits]
             following = ids[start + rows.start + 1 : start + rows.stop + 1]
             sums.add(logprobs[0], logprobs[1], mx.array(following))

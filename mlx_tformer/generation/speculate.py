@@ -66,7 +66,7 @@ class Speculator:
     def __iter__(self) -> Iterator[tuple[int, float, Top]]:
         text = Text(self._model, self.cache, self.ids[: self.cache.length])
         hidden = self._read_prompt(text)
-        yield self._decoder.take(self._sampler(self._model.logits(hidden[:, -1:])[:, 0]))
+        yield self._decoder.take(self._sampler(self._model.logits(hidden[:, -1:], hidden.shape[1] - 1)[:, 0]))
         while len(self.ids) < self._planned:
             self._draft.see(hidden, self.ids[len(self.ids) - hidden.shape[1] :])
             hidden, made = self._round(text)

@@ -233,7 +233,7 @@ def aligned(
     if axis is None:
         return source, None
     count = value.shape[axis]
-    first = first_place(site, now, count)
+    first = first_place(site, now, count, now.first)
     moved = places.moved or {}
     wanted = [moved.get(first + i, moved.get(i - count, first + i)) for i in range(count)]
     wanted = [at + source.shape[axis] if at < 0 else at for at in wanted]

@@ -99,7 +99,7 @@ class Places:
         if axis is None:
             raise UsageError(f"{site.name}: found positions, but it has none")
         count = value.shape[axis]
-        first = first_place(site, now, count)
+        first = first_place(site, now, count, now.first)
         slots = range(first, first + count)
         hits = [_hit(positions, slots, i) for i in range(count)]
         self.waiting -= {hit for hit in hits if hit is not None}

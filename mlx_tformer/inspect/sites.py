@@ -54,9 +54,11 @@ OUTSIDE = {
     "encoder.out": ("ln_final.hook_normalized",),
 }
 """And for what stands outside of layers."""
-TOLD = ("slots", "real", "ids", "left")
-"""What tells where the tokens of a pass stand and which they are."""
+TOLD = ("slots", "real", "ids", "left", "first")
+"""What tells where the tokens of a pass stand and which they are, and of which on there are logits."""
 STACKS = ("encoder", "decoder")
+LOGITS = ".logits"
+"""The path of what a model says in the end."""
 EARLY = ("embed.", "target.")
 """What runs before the stack that it runs for."""
 LAYER = re.compile(r"(?P<stack>.*)\.layers\.(?P<layer>\d+)\.(?P<tail>.+)")

@@ -6,7 +6,7 @@ from typing import cast
 import mlx.core as mx
 
 from ..errors import UsageError
-from .sites import EARLY, STACKS, Site
+from .sites import EARLY, LOGITS, STACKS, Site
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Pass:
     left: list[int]
     real: mx.array | None = None
     """Which of its tokens are text, (B, L), where that was told."""
+    first: int = 0
+    """The first of its tokens of which there are logits."""
 
     @property
     def stop(self) -> int:
@@ -40,6 +42,7 @@ class Kept:
 
     value: mx.array
     at: Pass
+    first: int = 0
 
 
 @dataclass
@@ -49,14 +52,14 @@ class Text:
     passes: list[Pass] = field(default_factory=list)
     kept: dict[str, list[Kept]] = field(default_factory=dict)
 
-    def keep(self, path: str, value: mx.array) -> None:
-        """Keep what an activation is in this pass; raises UsageError where the rows of the batch are others than
-        before."""
+    def keep(self, path: str, value: mx.array, first: int = 0) -> None:
+        """Keep what an activation is in this pass, logits from its token `first` on; raises UsageError where the rows
+        of the batch are others than before."""
         before = self.kept.setdefault(path, [])
         if before and value.ndim > 1 and value.shape[0] != before[-1].value.shape[0]:
             found = f"found a batch of {value.shape[0]} that goes on with a text of {before[-1].value.shape[0]}"
             raise UsageError(f"{path.lstrip('.')}: {found}; a trace can read neither beams nor `lm.batch`")
-        before.append(Kept(value, self.passes[-1]))
+        before.append(Kept(value, self.passes[-1], first))
 
     @property
     def length(self) -> int:
@@ -82,7 +85,7 @@ class Text:
         if len(kept) == 1 or (site.tokens is None and site.keys is None):
             return kept[-1].value
         if site.tokens is not None:
-            starts = [first_place(site, one.at, one.value.shape[site.tokens]) for one in kept]
+            starts = [first_place(site, one.at, one.value.shape[site.tokens], one.first) for one in kept]
             return spliced([(at, self._widened(one, site)) for at, one in zip(starts, kept, strict=True)], site.tokens)
         assert site.keys is not None
         return spliced([(_keys(one, site).start, one.value) for one in kept], site.keys)
@@ -102,10 +105,12 @@ class Text:
         return mx.pad(kept.value, around)
 
 
-def first_place(site: Site, now: Pass, count: int) -> int:
-    """The slot of the first of `count` tokens, or keys, that an activation has in a pass: the last of the text, or of
-    the encoder's; logits may be those of the last token alone."""
-    return 0 if looks_elsewhere(site) else now.stop - count
+def first_place(site: Site, now: Pass, count: int, first: int) -> int:
+    """The slot of the first of `count` tokens, or keys, that an activation has in a pass: the last ones of the text, or
+    of the encoder's; of logits, those from the token `first` of the pass on."""
+    if looks_elsewhere(site):
+        return 0
+    return now.start + first if site.path == LOGITS else now.stop - count
 
 
 def looks_elsewhere(site: Site) -> bool:
@@ -148,7 +153,7 @@ class Reader:
         """The stack that ran last."""
         self._ids: mx.array | None = None
         self._real: mx.array | None = None
-        self._start, self._length = 0, 0
+        self._start, self._length, self._first = 0, 0, 0
         self._early: list[tuple[str, mx.array]] = []
 
     def heard(self, path: str, value: mx.array) -> None:
@@ -158,6 +163,8 @@ class Reader:
             self._ids = value
         elif kind == "real":
             self._real = value
+        elif kind == "first":
+            self._first = cast(int, value.item())
         elif kind == "left":
             self.texts[module].passes[-1].left = cast(list[int], value.tolist())
         else:
@@ -179,7 +186,9 @@ class Reader:
     def now(self, stack: str) -> Pass:
         """The pass that a stack is in; for what belongs to none, the pass that begins or the one that ends."""
         text = self.texts.get(stack)
-        return Pass(self._start, self._length, self._ids, [], self._real) if text is None else text.passes[-1]
+        if text is not None:
+            return text.passes[-1]
+        return Pass(self._start, self._length, self._ids, [], self._real, self._first)
 
     def real(self, site: Site, count: int) -> mx.array | None:
         """Which of the `count` tokens, or keys, that an activation has in this pass are text; see `Pass.text`."""
@@ -192,7 +201,7 @@ class Reader:
         elif site.stack in self.texts:
             self.texts[site.stack].keep(site.path, value)
         elif self.latest:
-            self.texts[self.latest].keep(site.path, value)
+            self.texts[self.latest].keep(site.path, value, self._first)
 
     def of(self, path: str) -> Text | None:
         """The text that has an activation; where two have, that of the decoder."""

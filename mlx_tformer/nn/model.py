@@ -156,7 +156,7 @@ class LM(Module):
     (1, 3, 100)
     """
 
-    sites = ("logits",)
+    sites = ("first", "logits")
 
     def __init__(
         self,
@@ -214,8 +214,10 @@ class LM(Module):
             ctx = self._packed(ids, cache, attention_mask, segments)
         return self.decoder(self.embed(ids, ctx), ctx)
 
-    def logits(self, x: mx.array) -> mx.array:
-        """(B, L, C) -> (B, L, V)"""
+    def logits(self, x: mx.array, first: int = 0) -> mx.array:
+        """(B, L, C) -> (B, L, V); watchers are told which token of the pass is the `first` of these."""
+        if wanted(self, "first"):
+            tap(self, "first", mx.array([first]))
         return tap(self, "logits", self._project(x))
 
     def _project(self, x: mx.array) -> mx.array:

@@ -10,7 +10,7 @@ from .context import Context
 from .encoder import padding_before
 from .keeping import WHOLE, Keeping
 from .model import Embed, Stack
-from .tap import Module, name_modules, tap
+from .tap import Module, name_modules, tap, wanted
 
 
 class LogitBias(Module):
@@ -42,7 +42,7 @@ class Seq2Seq(Module):
     (1, 2, 100)
     """
 
-    sites = ("logits",)
+    sites = ("first", "logits")
 
     def __init__(
         self,
@@ -111,8 +111,10 @@ class Seq2Seq(Module):
         ctx = Context(start, length, cache, context=start + length, memory=memory, memory_real=real)
         return self.decoder(self._target(ids, ctx), ctx)
 
-    def logits(self, x: mx.array) -> mx.array:
-        """(B, L, C) -> (B, L, V)"""
+    def logits(self, x: mx.array, first: int = 0) -> mx.array:
+        """(B, L, C) -> (B, L, V); watchers are told which token of the pass is the `first` of these."""
+        if wanted(self, "first"):
+            tap(self, "first", mx.array([first]))
         table = self.target if self.has_target else self.embed
         return tap(self, "logits", self.finish(table.as_linear(x) if self.tied else self.head(x)))
 
