@@ -64,6 +64,8 @@ def generate_batch(asked: "Request") -> None:
         try:
             for index, result in continued(lm, asked, lines, done, shape):
                 out.write(json.dumps(as_dict(index, lines[index], result), ensure_ascii=in_ascii) + "\n")
+                if result.error is not None:
+                    note(f"{lines[index].where}: {result.error}")
                 done = index + 1
         except KeyboardInterrupt:
             again = "" if asked.output is None else "; the same command goes on from there"
@@ -153,6 +155,7 @@ def as_dict(index: int, line: Line, result: "Result") -> dict[str, Any]:
         "logprobs": [step.logprob for step in result.steps],
         "request": line.digest,
     }
+    found |= {} if result.error is None else {"error": result.error}
     return found | ({"top": [step.top for step in result.steps]} if any(step.top for step in result.steps) else {})
 
 

@@ -17,6 +17,7 @@ from ..nn import Cache, Keeping
 from ..nn.keeping import WHOLE
 from .decode import CHUNK, Decoder, NotANumber
 from .generate import Prompt, Step, Transcript, check_logprobs, encoder, prompt_ids, transcript_of
+from .grammar import DeadEnd
 from .sampling import Chosen, Sampler
 from .scores import top_of
 from .settings import Sampling, sampling_of
@@ -40,6 +41,8 @@ class Result:
     """Its place among the prompts."""
     prompt: list[int]
     steps: list[Step] = field(default_factory=list)
+    error: str | None = None
+    """What went wrong, if `finish` is "error": nothing may follow by its schema or regex, though that is not all."""
 
     @property
     def tokens(self) -> list[int]:
@@ -53,7 +56,9 @@ class Result:
 
     @property
     def finish(self) -> str | None:
-        """Why it ended."""
+        """Why it ended, "error" included."""
+        if self.error is not None:
+            return "error"
         return self.steps[-1].finish if self.steps else None
 
 
@@ -75,7 +80,8 @@ def batch(
     keeps of each text, see `Keeping`. Prompts are taken as they are needed.
 
     Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
-    its number.
+    its number. A text that its schema or regex leads into a dead end ends there, with `Result.error`, and the others
+    go on.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -113,7 +119,10 @@ class _Row:
         if math.isnan(logprob):
             place = f"prompt {self.result.index}: the logits after token {len(self.text)}"
             raise NotANumber(f"{place} are not numbers; try another dtype")
-        self.result.steps.append(self.transcript.add(token, logprob, top))
+        try:
+            self.result.steps.append(self.transcript.add(token, logprob, top))
+        except DeadEnd as error:
+            self.result.error = str(error)
         return self.result.finish is not None
 
 

@@ -153,6 +153,7 @@ def generate(
     check_logprobs(logprobs, lm.vocab)
     ids = prompt_ids(lm, prompt)
     transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end, json_schema, regex)
+    transcript.check()
     how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
@@ -281,8 +282,13 @@ class Transcript:
         """How many have come."""
         return len(self.written)
 
+    def check(self) -> None:
+        """Raise DeadEnd if the grammar allows no token to come."""
+        if self.grammar is not None:
+            self.grammar.check()
+
     def add(self, token: int, logprob: float, top: Top = ()) -> Step:
-        """The step that a token makes."""
+        """The step that a token makes; raises DeadEnd for one that came though the grammar allows none."""
         self.written.append(token)
         if self.grammar is not None:
             self.grammar.follow(self.written)

@@ -114,7 +114,7 @@ class Sampler:
         masks = []
         for grammar, written in zip(self._grammars, self._written, strict=True):
             if grammar is not None:
-                grammar.follow(written)
+                grammar.take(written)
             masks.append(mx.ones(logits.shape[-1:], mx.bool_) if grammar is None else grammar.allowed())
         return mx.where(mx.stack(masks), logits, -mx.inf)
 
