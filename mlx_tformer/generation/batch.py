@@ -16,8 +16,9 @@ from ..errors import UsageError
 from ..nn import Cache, Keeping
 from ..nn.keeping import WHOLE
 from .decode import CHUNK, Decoder, NotANumber
-from .generate import Prompt, Step, Transcript, check_logprobs, encoder, prompt_ids, transcript_of
+from .generate import Prompt, Step, Transcript, check_logprobs, encoder, ends_of, prompt_ids, rules_after, transcript_of
 from .grammar import DeadEnd
+from .rules import Rules
 from .sampling import Chosen, Sampler
 from .scores import top_of
 from .settings import Sampling, sampling_of
@@ -104,6 +105,7 @@ class _Row:
     result: Result
     transcript: Transcript
     sampling: Sampling
+    rules: Rules | None = None
 
     @property
     def text(self) -> list[int]:
@@ -146,7 +148,8 @@ def _row(lm: "LanguageModel", index: int, request: Request, settings: Mapping[st
     transcript = transcript_of(lm, ids, **{name: asked.pop(name) for name in names if name in asked})
     sampling = sampling_of(asked).in_ids(encoder(lm.tokenizer), lm.vocab)
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed  # the same in every batch that it is in
-    return _Row(Result(index, ids), transcript, replace(sampling, seed=seed))
+    rules = rules_after(lm, ids, sampling, transcript)
+    return _Row(Result(index, ids), transcript, replace(sampling, seed=seed), rules)
 
 
 def _in_order(results: Iterable[Result]) -> Iterator[Result]:
@@ -262,10 +265,15 @@ class _Batch:
 
     def _sampler(self, rows: Sequence[_Row]) -> Sampler:
         """What chooses the next tokens of rows, whose tokens have all been read."""
-        end_ids = [i for i in self.lm.end_ids if 0 <= i < self.lm.vocab]
-        prompts, written = [row.result.prompt for row in rows], [row.result.tokens for row in rows]
-        samplings, grammars = [row.sampling for row in rows], [row.transcript.grammar for row in rows]
-        return Sampler(samplings, prompts, written=written, end_ids=end_ids, top=self.top, grammars=grammars)
+        return Sampler(
+            [row.sampling for row in rows],
+            [row.result.prompt for row in rows],
+            written=[row.result.tokens for row in rows],
+            end_ids=ends_of(self.lm),
+            top=self.top,
+            grammars=[row.transcript.grammar for row in rows],
+            rules=[row.rules for row in rows],
+        )
 
 
 def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
@@ -15,9 +15,10 @@ from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
 from .drafts import draft_for
 from .grammar import Grammar, Schema, grammar_for
+from .rules import Rules, rules_for
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
-from .settings import Encode, sampling_of
+from .settings import Encode, Sampling, sampling_of
 from .speculate import MOST, Speculation, Speculator
 from .stopping import StopStrings
 
@@ -157,7 +158,7 @@ def generate(
     how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
-    sampler = sampler_for(lm, ids, sampling, logprobs, transcript.grammar)
+    sampler = sampler_for(lm, ids, sampling, transcript, logprobs)
     given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
     planned = len(ids) + transcript.limit
     decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
@@ -201,12 +202,24 @@ def check_max_tokens(max_tokens: int) -> None:
 
 
 def sampler_for(
-    lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0, grammar: Grammar | None = None
+    lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], transcript: "Transcript", top: int = 0
 ) -> Sampler:
     """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
     sampling = sampling_of(settings).in_ids(encoder(lm.tokenizer), lm.vocab)
-    end_ids = [i for i in lm.end_ids if 0 <= i < lm.vocab]
-    return Sampler(sampling, [ids], end_ids=end_ids, top=top, grammars=[grammar])
+    rules = rules_after(lm, ids, sampling, transcript)
+    return Sampler(sampling, [ids], end_ids=ends_of(lm), top=top, grammars=[transcript.grammar], rules=[rules])
+
+
+def ends_of(lm: "LanguageModel") -> list[int]:
+    """The ids that end a text, in order, those alone that the model can write."""
+    return sorted(i for i in lm.end_ids if 0 <= i < lm.vocab)
+
+
+def rules_after(lm: "LanguageModel", ids: Sequence[int], sampling: Sampling, transcript: "Transcript") -> Rules | None:
+    """The rules of the text that follows a prompt of `ids`, by settings in ids; no end is forced on a text that does
+    not stop at ends."""
+    settings = sampling if transcript.ends else replace(sampling, forced_eos_token_id=())
+    return rules_for(settings, len(ids), transcript.limit, ends_of(lm))
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode | None:
@@ -275,7 +288,7 @@ class Transcript:
         grammar: Grammar | None = None,
     ) -> None:
         self.limit, self.written, self.grammar = limit, list[int](), grammar
-        self._stop, self._end_ids, self._stream = StopStrings(stop), end_ids, stream
+        self._stop, self.ends, self._stream = StopStrings(stop), end_ids, stream
 
     @property
     def tokens(self) -> int:
@@ -292,7 +305,7 @@ class Transcript:
         self.written.append(token)
         if self.grammar is not None:
             self.grammar.follow(self.written)
-        stream, stop, ended = self._stream, self._stop, token in self._end_ids
+        stream, stop, ended = self._stream, self._stop, token in self.ends
         text = "" if stream is None or ended else stop.add(stream.add(token))
         finish = "end" if ended else "stop" if stop.found else self._full()
         if finish in ("end", "length") and stream is not None:
@@ -304,7 +317,7 @@ class Transcript:
     def _full(self) -> str | None:
         """Why nothing more may come: everything that the grammar allows is there, or the limit is reached."""
         last, grammar = self.tokens == self.limit, self.grammar
-        if grammar is not None and (last or not self._end_ids) and grammar.complete:
+        if grammar is not None and (last or not self.ends) and grammar.complete:
             return "end"
         return "length" if last else None
 
