@@ -16,6 +16,7 @@ from helpers import GOLDEN
 import mlx_tformer as mt
 from mlx_tformer.errors import BadInput, UsageError
 from mlx_tformer.generation import Sampler, Sampling
+from mlx_tformer.generation.rules import rules_for
 from mlx_tformer.generation.settings import recommended
 
 TEXTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "sampling" / "texts.json").read_text())
@@ -89,6 +90,12 @@ def test_tokens_can_be_texts(shakespeare: mt.LanguageModel) -> None:
     biased = shakespeare.generate("ROMEO:", max_tokens=40, sequence_bias=[(" the", -100.0)])
     list(biased)
     assert " the" not in biased.text
+
+
+def test_settings_that_say_nothing_of_rules_cost_nothing() -> None:
+    settings = Sampling(repetition_penalty=1.0, suppress_tokens=[], forced_eos_token_id=[]).in_ids(None, 9)
+    assert rules_for(settings, 3, 9, [2]) is None and Sampler(settings, [[1]], end_ids=[2]).settled
+    assert not Sampler(Sampling(sequence_bias=[([1], 2.0)]).in_ids(None, 9), [[1]]).settled
 
 
 def test_a_sampler_by_itself_keeps_to_the_rules() -> None:

@@ -218,7 +218,7 @@ def ends_of(lm: "LanguageModel") -> list[int]:
 def rules_after(lm: "LanguageModel", ids: Sequence[int], sampling: Sampling, transcript: "Transcript") -> Rules | None:
     """The rules of the text that follows a prompt of `ids`, by settings in ids; no end is forced on a text that does
     not stop at ends."""
-    settings = sampling if transcript.ends else replace(sampling, forced_eos_token_id=())
+    settings = sampling if transcript.ends else replace(sampling, forced_eos_token_id=None)
     return rules_for(settings, len(ids), transcript.limit, ends_of(lm))
 
 

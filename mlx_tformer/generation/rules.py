@@ -67,6 +67,8 @@ class Rules:
         told: dict[str, Any] = {RULED[name]: vars(settings)[name] for name in names}
         if "shortest" in told:
             told["shortest"] = max(0, settings.min_length - self.before)
+        if "last" in told:
+            told["last"] = told["last"] or ()
         return replace(self, **told)
 
     def apply(self, scores: mx.array, ids: mx.array) -> mx.array:

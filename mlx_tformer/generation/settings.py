@@ -119,6 +119,7 @@ class Sampling:
             for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
         }
         tokens["forced_bos_token_id"] = next(iter(tokens["forced_bos_token_id"]), None)
+        tokens["forced_eos_token_id"] = tokens["forced_eos_token_id"] or None
         return replace(
             self, logit_bias=bias, bad_words=words, dry_breakers=breakers, sequence_bias=[*sequences.items()], **tokens
         )

@@ -75,6 +75,7 @@ TEXTS = [
     {"forced_bos_token_id": 9, "forced_eos_token_id": 77, "max_new_tokens": 8},
     {"forced_eos_token_id": [2, 5], "suppress_tokens": [5], "begin_suppress_tokens": [9], "max_new_tokens": 5},
     {"min_length": 17},
+    {"sequence_bias": [[[40, 40], -50.0], [[117, 117], -50.0]]},
     {"exponential_decay_length_penalty": [3, 1.6], "min_new_tokens": 5},
     {
         "repetition_penalty": 1.3, "bad_words_ids": [[61], [40, 103]], "sequence_bias": [[[126], -9.0]],
