@@ -71,14 +71,17 @@ def batch(
     logprobs: int = 0,
     names: Sequence[str] | None = None,
     kv_bits: int | None = None,
+    kv_start: int = 0,
     kv_size: int | None = None,
+    kv_keep: int = 0,
     **settings: Any,
 ) -> Iterator[Result]:
     """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
 
     A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
-    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. kv_bits, kv_size: what the cache
-    keeps of each text, see `Keeping`. Prompts are taken as they are needed.
+    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. kv_bits, kv_start, kv_size,
+    kv_keep: what the cache keeps of each text, see `Keeping`; with `kv_keep` texts are written one by one, and so are
+    those that grow beyond `kv_start`. Prompts are taken as they are needed.
 
     Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
     its number. A text that its schema or regex leads into a dead end ends there, with `Result.error`, and the others
@@ -94,7 +97,7 @@ def batch(
     check_logprobs(logprobs, lm.vocab)
     if isinstance(prompts, str | mx.array | Mapping):
         raise UsageError("prompts: found a single one, expected several, as in a list")
-    how = Keeping(bits=kv_bits, size=kv_size)
+    how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     return _in_order(_Batch(lm, _rows(lm, prompts, settings, names), size, logprobs, how))
 
 
@@ -191,10 +194,11 @@ class _Batch:
             row = self.next
             ids, planned = row.result.prompt, self._planned(row)
             decoder = Decoder(self.lm.model, ids, self._sampler([row]), planned=planned, how=self.how)
-            if self.rows and (not decoder.steady or self._regime(row) != self._regime(self.rows[0])):
+            shares = decoder.steady and self._shares(row)
+            if self.rows and (not shares or self._regime(row) != self._regime(self.rows[0])):
                 break
             self.next = next(self.waiting, None)
-            if decoder.steady:
+            if shares:
                 self.rows.append(row)
                 new.append((decoder, decoder.begin()))
             else:
@@ -209,9 +213,18 @@ class _Batch:
     def _planned(self, row: _Row) -> int:
         return len(row.result.prompt) + row.transcript.limit
 
+    def _shares(self, row: _Row) -> bool:
+        """Whether a text can share a cache: not where its first tokens are kept apart, which stand elsewhere in every
+        row, and not where it is packed on the way, when others are not."""
+        how, length = self.how, len(row.result.prompt)
+        crosses = how.bits is not None and length <= how.start < self._planned(row)
+        return not how.keep and not crosses
+
     def _regime(self, row: _Row) -> list[int]:
-        """How positions are scaled in a text: only texts for which that is the same can share a cache."""
-        return [position.regime(self._planned(row)) for position in self._scaled]
+        """How positions are scaled in a text, and whether it is packed: only texts for which that is the same can share
+        a cache."""
+        packed = self.how.bits is not None and self._planned(row) > self.how.start
+        return [packed, *(position.regime(self._planned(row)) for position in self._scaled)]
 
     def _join(self, new: Sequence[tuple[Decoder, Chosen]]) -> None:
         caches, chosen = [decoder.cache for decoder, _ in new], [first for _, first in new]
@@ -281,7 +294,7 @@ def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:
 
 
 def _alone(row: _Row, decoder: Decoder) -> Result:
-    """The whole of a text whose positions change their scale on the way, so that it has to be read again."""
+    """The whole of a text that cannot share a cache, as when its positions change their scale on the way."""
     for step in decoder:
         if row.add(*step):
             break
