@@ -9,9 +9,10 @@ import mlx.core as mx
 from .config import Config
 from .errors import UsageError
 from .generation.batch import Request, Result, batch
-from .generation.generate import Generation, Prompt, generate
+from .generation.generate import Generation, generate
 from .generation.scoring import Score, score
 from .generation.settings import recommended
+from .generation.task import Prompt
 from .nn import LM, WHOLE, Cache, Keeping
 from .tokens import Tokenizer, Tokens
 

@@ -11,10 +11,11 @@ from .errors import BadInput, UsageError
 from .families import family
 from .generation.beam import Search
 from .generation.conditioned import generate
-from .generation.generate import Generation, Prompt
+from .generation.generate import Generation
 from .generation.rule_configs import longest_of, rules_of
 from .generation.rules import RULED, Started
 from .generation.settings import recommended
+from .generation.task import Prompt
 from .lm import NO_LIMIT, as_batch, check_ids
 from .nn import Cache, Seq2Seq
 from .tokens import Tokenizer, Tokens

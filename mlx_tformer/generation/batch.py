@@ -16,12 +16,12 @@ from ..errors import UsageError
 from ..nn import Cache, Keeping
 from ..nn.keeping import WHOLE
 from .decode import CHUNK, Decoder, NotANumber
-from .generate import Prompt, Step, Transcript, check_logprobs, encoder, ends_of, prompt_ids, rules_after, transcript_of
+from .generate import check_logprobs
 from .grammar import DeadEnd
-from .rules import Rules
 from .sampling import Chosen, Sampler
 from .scores import top_of
-from .settings import Sampling, sampling_of
+from .task import Prompt, Task, sampler_of, task_of
+from .transcript import Step
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
@@ -106,9 +106,7 @@ class _Row:
     """A text on its way."""
 
     result: Result
-    transcript: Transcript
-    sampling: Sampling
-    rules: Rules | None = None
+    task: Task
 
     @property
     def text(self) -> list[int]:
@@ -117,7 +115,7 @@ class _Row:
     @property
     def last(self) -> bool:
         """Whether the token that is under way is the last that may come."""
-        return self.transcript.tokens + 1 >= self.transcript.limit
+        return self.task.transcript.tokens + 1 >= self.task.transcript.limit
 
     def add(self, token: int, logprob: float, top: Any) -> bool:
         """Take a token; True if the text has ended."""
@@ -125,7 +123,7 @@ class _Row:
             place = f"prompt {self.result.index}: the logits after token {len(self.text)}"
             raise NotANumber(f"{place} are not numbers; try another dtype")
         try:
-            self.result.steps.append(self.transcript.add(token, logprob, top))
+            self.result.steps.append(self.task.transcript.add(token, logprob, top))
         except DeadEnd as error:
             self.result.error = str(error)
         return self.result.finish is not None
@@ -145,14 +143,10 @@ def _row(lm: "LanguageModel", index: int, request: Request, settings: Mapping[st
     own = dict(request) if isinstance(request, Mapping) else {"prompt": request}
     if "prompt" not in own:
         raise UsageError("found no prompt in it")
-    ids = prompt_ids(lm, own.pop("prompt"))
-    asked = {**settings, **own}
-    names = ("max_tokens", "stop", "stop_at_end", "json_schema", "regex")
-    transcript = transcript_of(lm, ids, **{name: asked.pop(name) for name in names if name in asked})
-    sampling = sampling_of(asked).in_ids(encoder(lm.tokenizer), lm.vocab)
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed  # the same in every batch that it is in
-    rules = rules_after(lm, ids, sampling, transcript)
-    return _Row(Result(index, ids), transcript, replace(sampling, seed=seed), rules)
+    task = task_of(lm, own.pop("prompt"), {**settings, **own})
+    if task.sampling.seed is None:  # the same in every batch that it is in
+        task = replace(task, sampling=replace(task.sampling, seed=secrets.randbits(63)))
+    return _Row(Result(index, task.ids), task)
 
 
 def _in_order(results: Iterable[Result]) -> Iterator[Result]:
@@ -192,8 +186,8 @@ class _Batch:
         new: list[tuple[Decoder, Chosen]] = []
         while self.next is not None and len(self.rows) < self.size and self._near(self.next):
             row = self.next
-            ids, planned = row.result.prompt, self._planned(row)
-            decoder = Decoder(self.lm.model, ids, self._sampler([row]), planned=planned, how=self.how)
+            sampler, planned = self._sampler([row]), row.task.planned
+            decoder = Decoder(self.lm.model, row.task.ids, sampler, planned=planned, how=self.how)
             shares = decoder.steady and self._shares(row)
             if self.rows and (not shares or self._regime(row) != self._regime(self.rows[0])):
                 break
@@ -210,21 +204,18 @@ class _Batch:
         """Whether the first text that is not done is near enough: all behind it have to wait for it."""
         return not self.rows or row.result.index < min(r.result.index for r in self.rows) + AHEAD * self.size
 
-    def _planned(self, row: _Row) -> int:
-        return len(row.result.prompt) + row.transcript.limit
-
     def _shares(self, row: _Row) -> bool:
         """Whether a text can share a cache: not where its first tokens are kept apart, which stand elsewhere in every
         row, and not where it is packed on the way, when others are not."""
-        how, length = self.how, len(row.result.prompt)
-        crosses = how.bits is not None and length <= how.start < self._planned(row)
+        how = self.how
+        crosses = how.bits is not None and len(row.task.ids) <= how.start < row.task.planned
         return not how.keep and not crosses
 
     def _regime(self, row: _Row) -> list[int]:
         """How positions are scaled in a text, and whether it is packed: only texts for which that is the same can share
         a cache."""
-        packed = self.how.bits is not None and self._planned(row) > self.how.start
-        return [packed, *(position.regime(self._planned(row)) for position in self._scaled)]
+        packed = self.how.bits is not None and row.task.planned > self.how.start
+        return [packed, *(position.regime(row.task.planned) for position in self._scaled)]
 
     def _join(self, new: Sequence[tuple[Decoder, Chosen]]) -> None:
         caches, chosen = [decoder.cache for decoder, _ in new], [first for _, first in new]
@@ -278,15 +269,7 @@ class _Batch:
 
     def _sampler(self, rows: Sequence[_Row]) -> Sampler:
         """What chooses the next tokens of rows, whose tokens have all been read."""
-        return Sampler(
-            [row.sampling for row in rows],
-            [row.result.prompt for row in rows],
-            written=[row.result.tokens for row in rows],
-            end_ids=ends_of(self.lm),
-            top=self.top,
-            grammars=[row.transcript.grammar for row in rows],
-            rules=[row.rules for row in rows],
-        )
+        return sampler_of([row.task for row in rows], [row.result.tokens for row in rows], self.top)
 
 
 def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:

@@ -10,10 +10,12 @@ from ..errors import UsageError
 from ..nn import WHOLE, Cache, Keeping, Position, Seq2Seq
 from .beam import BeamDecoder, Search
 from .decode import Decoder
-from .generate import Generation, Prompt, Stats, Step, Transcript, check_max_tokens, checked_ids, encoder, steps
+from .generate import Generation, Stats, steps
 from .rules import RULED, Started
 from .sampling import Sampler
 from .settings import Sampling, sampling_of
+from .task import Prompt, check_max_tokens, checked_ids, encoder
+from .transcript import Step, Transcript
 
 if TYPE_CHECKING:
     from ..seq2seq import Seq2SeqModel
