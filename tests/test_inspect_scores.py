@@ -134,6 +134,8 @@ def test_a_terminal_gets_a_bar_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys
         ({"site": "*"}, "in each of the layers"),
         ({"layers": [9]}, "in each of the layers"),
         ({"positions": [8]}, "found 8, expected one of 8"),
+        ({"positions": []}, r"found positions \[\] and a batch of 16, expected one or more"),
+        ({"batch": 0}, "a batch of 0, expected one or more"),
         ({"metric": (1, 2, 3)}, "expected one or two"),
         ({"metric": lambda logits: logits[0, 0]}, "for one text"),
     ],
