@@ -84,9 +84,8 @@ def generate(
     of a language (None: what the configs say).
 
     The configs also say what the decoder begins with, which token is the last where `max_tokens` cuts a text off (not
-    without `stop_at_end`), which tokens never come and what may not be repeated, see `Rules`; of these, what is a
-    setting too (`no_repeat_ngram_size`, `repetition_penalty`, `suppress_tokens`, ...) is as the caller says, if he
-    does.
+    without `stop_at_end`), which tokens never come and what may not be repeated, see `Rules`. What of this is a setting
+    too (`no_repeat_ngram_size`, `repetition_penalty`, `suppress_tokens` and others, see `RULED`) can be given instead.
 
     Raises UsageError for settings that cannot be meant, an empty source, ids that the model does not have, and a source
     that is longer than its positions; BadInput for configs that cannot be followed.

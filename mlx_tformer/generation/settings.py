@@ -197,8 +197,10 @@ def _is_decay(found: Any) -> bool:
     """Whether it is a number of tokens and a factor."""
     if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != 2:
         return False
-    whole = isinstance(found[0], int) and found[0] >= 0
-    return whole and isinstance(found[1], int | float) and math.isfinite(found[1])
+    count, factor = found
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        return False
+    return isinstance(factor, int | float) and math.isfinite(factor)
 
 
 FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
