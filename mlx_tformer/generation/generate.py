@@ -103,8 +103,8 @@ def generate(
 ) -> Generation:
     """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens (100).
 
-    settings: what the text may be (max_tokens, stop, stop_at_end, json_schema, regex), see `transcript_of`, and how
-    tokens are chosen (temperature, top_k, seed and others), see `Sampling`; without any, the best one each time.
+    settings: what the text may be (max_tokens, stop, stop_at_end, json_schema, regex), see `task.transcript_of`, and
+    how tokens are chosen (temperature, top_k, seed and others), see `Sampling`; without any, the best one each time.
 
     logprobs: how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in
     `Generation.prompt_scores` what the model thought of the prompt. watch: what to look with while the model runs, and
