@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..nn import Embed, Router, Seq2Seq, watch
 from .places import Places, Where
 from .sites import TOLD, Site, resolve, sites_of
-from .texts import Pass, Reader, first_place
+from .texts import Pass, Reader, told
 from .trace import Inspectable, Trace, by_text, trace
 
 Prompt = str | Sequence[int] | mx.array
@@ -137,17 +137,17 @@ class Editing:
         self.lm, self.edits = lm, list(edits)
         sites = sites_of(lm.model)
         modules = dict(lm.model.named_modules())
-        self._told = {site.path for site in sites if site.kind in TOLD}
+        self._told = told(sites)
         self._places = [Places(edit.where) for edit in self.edits]
         self._sites = [
             {site.path: site for site in places.sites(resolve(sites, edit.site), edit.site)}
             for edit, places in zip(self.edits, self._places, strict=True)
         ]
         for edit, chosen in zip(self.edits, self._sites, strict=True):
-            told = next((site for site in chosen.values() if site.kind in TOLD and site.kind != "ids"), None)
-            if told is not None:
+            tells = next((site for site in chosen.values() if site.kind in TOLD and site.kind != "ids"), None)
+            if tells is not None:
                 raise UsageError(
-                    f"{edit.name} {told.name}: it only tells where tokens stand, and nothing follows from it"
+                    f"{edit.name} {tells.name}: it only tells where tokens stand, and nothing follows from it"
                 )
         self._rows = {path: _rows_of(modules[site.module], site) for some in self._sites for path, site in some.items()}
         self._reader = Reader()
@@ -232,10 +232,8 @@ def aligned(
     axis = site.keys if site.tokens is None else site.tokens
     if axis is None:
         return source, None
-    count = value.shape[axis]
-    first = first_place(site, now, count, now.first)
-    moved = places.moved or {}
-    wanted = [moved.get(first + i, moved.get(i - count, first + i)) for i in range(count)]
+    count, moved = value.shape[axis], places.moved or {}
+    wanted = [moved.get(slot, moved.get(i - count, slot)) for i, slot in enumerate(now.slots(site, count))]
     wanted = [at + source.shape[axis] if at < 0 else at for at in wanted]
     has = [0 <= at < source.shape[axis] for at in wanted]
     for to, at in moved.items():

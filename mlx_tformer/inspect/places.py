@@ -8,8 +8,9 @@ from typing import TypedDict, cast
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..nn.spectator import Slots
 from .sites import Site
-from .texts import Pass, first_place
+from .texts import Pass
 
 Numbers = int | Sequence[int]
 Heads = Numbers | Mapping[int, Numbers]
@@ -99,8 +100,7 @@ class Places:
         if axis is None:
             raise UsageError(f"{site.name}: found positions, but it has none")
         count = value.shape[axis]
-        first = first_place(site, now, count, now.first)
-        slots = range(first, first + count)
+        slots = now.slots(site, count)
         hits = [_hit(positions, slots, i) for i in range(count)]
         self.waiting -= {hit for hit in hits if hit is not None}
         return _along(axis, value, [hit is not None for hit in hits])
@@ -110,7 +110,7 @@ class Places:
         if keys is None or site.keys is None:
             return None
         count = value.shape[site.keys]
-        slots = range(count) if site.crosses else range(now.stop - count, now.stop)
+        slots = now.keys(site, count)
         return _along(site.keys, value, [_hit(keys, slots, i) is not None for i in range(count)])
 
 
@@ -139,7 +139,7 @@ def _check(where: Where) -> None:
             raise UsageError(f"{name}: found {value!r}, expected a number or several") from None
 
 
-def _hit(positions: Positions, slots: range, at: int) -> int | None:
+def _hit(positions: Positions, slots: Slots, at: int) -> int | None:
     """The position asked for that token `at` of a pass stands at."""
     slot, back = slots[at], at - len(slots)
     if isinstance(positions, slice):

@@ -84,14 +84,15 @@ def sweep(
     the model takes beside the prompts, in rows of one, such as `decoder_input_ids`. A bar on stderr shows how far it
     is, if that is a terminal.
 
-    Raises UsageError for prompts of two lengths, and a site that has no positions or heads.
+    Raises UsageError for prompts of two lengths, a site that has no positions or heads, and positions or a batch of
+    none.
     """
+    if batch < 1 or (positions is not None and not len(positions)):
+        raise UsageError(f"sweep: found positions {positions} and a batch of {batch}, expected one or more of each")
     pair = [mx.array([list(lm.tokens(p))]) if isinstance(p, str) else p for p in (clean, corrupted)]
     good, bad = (p if isinstance(p, mx.array) else mx.array([list(p)]) for p in pair)
     if good.shape != bad.shape or good.shape[0] != 1:
         raise UsageError(f"sweep: found prompts of shapes {good.shape} and {bad.shape}, expected one length and (1, L)")
-    if batch < 1:
-        raise UsageError(f"batch: found {batch}, expected 1 or more")
     beside = {k: v if isinstance(v, mx.array) else mx.array([list(v)]) for k, v in arguments.items()}
     measure = _metric(lm, metric)
     sites = _sites(lm, site, over, layers)
@@ -128,7 +129,9 @@ def _row(
     length = clean.shape[(site.keys if site.tokens is None else site.tokens) or 0]
     for start in range(0, len(numbers), batch):
         some = numbers[start : start + batch]
-        here = _cells(clean, site, over, some, [p % length for p in positions or range(length)])
+        here = _cells(
+            clean, site, over, some, [p % length for p in (range(length) if positions is None else positions)]
+        )
 
         def restore(path: str, value: mx.array, here: mx.array = here) -> mx.array:
             shown = by_text(value, site, Pass(0, length, None, []))
@@ -182,9 +185,7 @@ def _numbers(value: mx.array, site: Site, over: str, positions: Sequence[int] | 
     assert axis is not None
     count = value.shape[axis]
     length = value.shape[(site.keys if site.tokens is None else site.tokens) or 0]
-    if positions is not None and not positions:
-        raise UsageError("positions: found none, expected one or more")
-    wrong = next((p for p in positions or [] if not -length <= p < length), None)
+    wrong = next((p for p in positions or () if not -length <= p < length), None)
     if wrong is not None:
         raise UsageError(f"positions: found {wrong}, expected one of {length}")
     return list(range(count)) if over == "heads" or positions is None else [p % count for p in positions]

@@ -14,8 +14,8 @@ from ..memory import QUANTIZED
 from ..nn import VisionEncoder, watch
 from ..tokens import Tokenizer
 from .drawn import Drawn, numbers
-from .sites import TOLD, Site, main_stack, nearest, resolve, sites_of
-from .texts import Pass, Reader, Text, looks_elsewhere
+from .sites import Site, main_stack, nearest, resolve, sites_of
+from .texts import Pass, Reader, Text, looks_elsewhere, told
 
 if TYPE_CHECKING:
     from .pictures import Picture
@@ -71,14 +71,20 @@ class Trace(Drawn):
         self._stack = ExitStack()
 
     def __enter__(self) -> "Trace":
-        told = {site.path for site in self.sites if site.kind in TOLD}
         proofs = {
             f"{site.module}.{kind}"
             for site in self._wanted.values()
             if site.kind == "pattern"
             for kind in ("values", "fused")
         }
-        for names, see in ((told, self._reader.heard), (set(self._wanted), self._keep), (proofs, self._prove)):
+        bits = {f"{site.module}.bits" for site in self.sites if site.keys is not None}
+        listening = {
+            self._reader.heard: told(self.sites),
+            self._hear_bits: bits,
+            self._keep: set(self._wanted),
+            self._prove: proofs,
+        }
+        for see, names in listening.items():
             self._stack.enter_context(watch(names, see, last=True, of=self.lm.model))
         return self
 
@@ -104,6 +110,11 @@ class Trace(Drawn):
         kept = mx.contiguous(by_text(value, site, self._reader.now(site.stack)))
         mx.eval(kept)  # here, so that what it is a part of can go
         self._reader.keep(site, kept)
+
+    def _hear_bits(self, path: str, value: mx.array) -> None:
+        note = f"keys and values were kept in {value.item()} bits: attention is that over the packed ones"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _prove(self, path: str, value: mx.array) -> None:
         module, _, kind = path.rpartition(".")

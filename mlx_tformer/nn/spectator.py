@@ -14,18 +14,26 @@ import mlx.core as mx
 
 from .tap import unwatched
 
+Slots = range | tuple[int, ...]
+
+
+def slot_array(slots: Slots) -> mx.array:
+    """The same as an array, (N,)."""
+    return mx.arange(slots.start, slots.stop) if isinstance(slots, range) else mx.array(slots)
+
 
 @dataclass(frozen=True)
 class Places:
     """Where the queries and the keys of a call stand, counted from the first token of a batch, padding included.
 
-    left and keys_left (B,) count the padding in front of each row of the text of the queries and that of the keys,
-    which are one text unless a decoder looks at an encoder. real (B, L): which queries are text, where padding may
-    stand anywhere, as in an encoder; padding looks at keys too, and says nothing.
+    keys: a range, or one by one where some between are gone. left and keys_left (B,) count the padding in front of each
+    row of the text of the queries and that of the keys, which are one text unless a decoder looks at an encoder. real
+    (B, L): which queries are text, where padding may stand anywhere, as in an encoder; padding looks at keys too, and
+    says nothing.
     """
 
     queries: range
-    keys: range
+    keys: Slots
     left: mx.array | None = None
     keys_left: mx.array | None = None
     real: mx.array | None = None
