@@ -210,6 +210,20 @@ def test_what_is_written_into_a_png_stays_in_its_cell() -> None:
         assert len(widths) == most and max(widths, default=0) < 1.1 * cell
 
 
+def test_maps_of_many_heads_stand_beside_each_other_and_fit_what_matplotlib_draws() -> None:
+    pytest.importorskip("matplotlib")
+    few, many = (np.ones((heads, 1, 1)) for heads in (9, 40))
+    made = figure(Heads("", {"0": few}, ["a"], ["a"]))
+    made.draw_without_rendering()
+    (axes, beside), size = made.axes, made.bbox.height
+    assert [text.get_text() for text in axes.texts] == [f"0.{head}" for head in range(9)]
+    assert beside.get_tightbbox().y0 >= 0 and beside.get_tightbbox().y1 <= size  # no words are cut
+    assert sorted(image.get_extent()[0] for image in axes.images) == [image.get_extent()[0] for image in axes.images]
+    made = figure(Heads("", {str(layer): many for layer in range(2)}, ["a"], ["a"]))
+    assert len({tuple(image.get_extent()) for image in made.axes[0].images}) == 80
+    assert figure(Heads("", {str(layer): few[:1] for layer in range(125)}, ["a"], ["a"])).get_figheight() * 150 < 2**15
+
+
 def test_a_png_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(mt.InputOutputError, match="nowhere"):

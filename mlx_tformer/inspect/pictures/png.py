@@ -21,8 +21,8 @@ WRITTEN = 400
 """Cells up to which their values are written into them."""
 NUMBER, WORD, LETTER, BESIDE = 0.28, 0.62, 0.053, 2.5
 """Inches: a cell at least, one with a text, a letter in it, and what stands beside the cells."""
-ACROSS = 12
-"""Heads beside each other."""
+ACROSS, TALL = 32, 200.0
+"""Heads beside each other, and inches of all maps: matplotlib draws no more than 65,535 points of a side."""
 
 
 def png(picture: Picture, path: str | Path, *, dpi: int = 150) -> None:
@@ -102,23 +102,27 @@ def _cut(text: str, room: int) -> str:
 
 
 def _heads(picture: Heads, make: Any) -> "Figure":
+    """All maps on the same axes: axes of their own take a tenth of a second each."""
+    from matplotlib.patches import Rectangle
+
     across = min(ACROSS, max(len(pattern) for pattern in picture.patterns.values()))
     lines = [-(-len(pattern) // across) for pattern in picture.patterns.values()]
-    drawn: Figure = make(figsize=(1.6 * across + 1.0, 1.75 * sum(lines) + 0.6), layout="constrained")
-    places = drawn.subplots(sum(lines), across, squeeze=False)
-    for axes in places.flat:
-        axes.set_axis_off()
-    line = 0
+    size = min(1.0, TALL / (1.75 * sum(lines)))
+    drawn: Figure = make(figsize=(1.6 * size * across + 1.0, 1.75 * size * sum(lines) + 0.6), layout="constrained")
+    axes, line, colours = drawn.add_subplot(), 0, _colours(False)
     for (layer, pattern), used in zip(picture.patterns.items(), lines, strict=True):
         for head, values in enumerate(pattern):
-            axes = places[line + head // across, head % across]
-            axes.set_axis_on()
-            image = axes.imshow(values, cmap=_colours(False), vmin=0, vmax=1, aspect="auto")
-            axes.set_title(f"{layer}.{head}", fontsize=8)
-            axes.set(xticks=[], yticks=[])
+            left, top = head % across + 0.03, line + head // across + 0.14
+            place = (left, left + 0.94, top + 0.84, top)
+            image = axes.imshow(values, cmap=colours, vmin=0, vmax=1, aspect="auto", extent=place)
+            axes.add_patch(Rectangle((left, top), 0.94, 0.84, fill=False, linewidth=0.8))
+            axes.text(left + 0.47, top - 0.02, f"{layer}.{head}", ha="center", va="bottom", fontsize=8 * size)
         line += used
-    drawn.suptitle("\n".join([picture.title, *picture.notes]).strip(), fontsize=9)
-    drawn.colorbar(image, ax=places, aspect=40, label="attention (queries down, keys across)")
+    axes.set_axis_off()
+    axes.set(xlim=(0, across), ylim=(line, 0))
+    title = f"{picture.title}{': ' if picture.title else ''}queries down, keys across"
+    drawn.suptitle("\n".join([title, *picture.notes]), fontsize=9)
+    drawn.colorbar(image, ax=axes, aspect=40, label="attention")
     return drawn
 
 
