@@ -24,8 +24,8 @@ def progress_bar(doing: str = "converting", unit: str = "bytes") -> Iterator[Cal
     task = bar.add_task(doing)
 
     def show(done: int, total: int) -> None:
-        bar.start()
         bar.update(task, completed=done, total=total)
+        bar.start()  # after it, so that nothing else is shown before
 
     try:
         yield show

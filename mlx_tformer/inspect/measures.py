@@ -53,7 +53,8 @@ def rollout(t: Trace, *, residual: float = 0.5) -> mx.array:
     each input token has come to token i after that layer.
 
     The mean pattern of a layer's heads is mixed with the residual connection (`residual` of it), and layers are
-    multiplied. Raises UsageError for a trace without the patterns of all layers of a whole text.
+    multiplied; those without attention, as state spaces, are passed over. Raises UsageError for a trace without the
+    patterns of all layers of a whole text.
     """
     found, so_far = [], None
     for mixed in _mixed(t, residual):

@@ -286,8 +286,9 @@ class Trace(Drawn):
         """The largest difference between pattern @ values and what the fused path gave for the same queries, keys and
         values, as a share of the largest output, over all patterns that were read.
 
-        That is what a missing rotation, a missing mask and heads that are shared out wrongly cannot pass. Raises
-        Mismatch with the worst layer if it is not at most `tol`, UsageError if no pattern was read.
+        That is what a missing rotation, a missing mask and heads that are shared out wrongly cannot pass, and neither
+        can patterns or scores that were edited. Raises Mismatch with the worst layer if it is not at most `tol`,
+        UsageError if no pattern was read.
         """
         if not self._errors:
             raise UsageError('there is nothing to check: no pattern was read; trace with read=["attn.pattern"]')
