@@ -53,3 +53,13 @@ def test_what_is_about_texts_says_so(has_head: bool) -> None:
     ):
         with pytest.raises(UsageError, match=named):
             asked()
+
+
+def test_patches_are_swept_by_what_the_model_says_of_labels() -> None:
+    model, pixels = opened("vit"), mx.array(expected("vit")["pixel_values"])
+    found = inspect.sweep(model, pixels[:1], pixels[1:], lambda logits: logits[:, 3], layers=[1, 2])
+    patched = inspect.run(model, pixels[1:], [inspect.patch("residual.out", pixels[:1], layers=1, positions=4)])
+    assert found.values[0, 4].item() == pytest.approx(patched[0, 3].item(), abs=1e-4)
+    assert found.recovered[1, 0].item() == pytest.approx(1.0, abs=1e-3)  # the first token is what is classified
+    with pytest.raises(UsageError, match="no logits of tokens"):
+        inspect.sweep(model, pixels[:1], pixels[1:], 3)

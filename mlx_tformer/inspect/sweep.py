@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 
 from ..errors import UsageError
-from ..nn import watch
+from ..nn import Encoder, VisionEncoder, watch
 from .drawn import Drawn, numbers
 from .edits import Prompt, call
 from .lens import token_id
@@ -195,6 +195,11 @@ def _metric(lm: Any, metric: str | int | tuple[str | int, str | int] | Metric) -
     """A function of logits (B, L, V) that gives (B,)."""
     if not isinstance(metric, str | int | tuple):
         return metric
+    model = lm.model
+    if isinstance(model, VisionEncoder) or (isinstance(model, Encoder) and not model.has_head):
+        raise UsageError(
+            "metric: found a token, and the model has no logits of tokens; give a function of what it gives"
+        )
     ids = [token_id(lm, one) for one in (metric if isinstance(metric, tuple) else (metric,))]
     if len(ids) > 2:
         raise UsageError(f"metric: found {len(ids)} tokens, expected one or two")
