@@ -208,8 +208,6 @@ class Reader:
             self._start, self._length = cast(int, value[0].item()) if value.size else 0, value.size
             if module in STACKS:
                 self._begin(module)
-            else:
-                self._early = []  # of tokens that no stack went on to read, as a draft's
 
     def _begin(self, stack: str) -> None:
         if self._start == 0 or stack not in self.texts:
