@@ -46,7 +46,6 @@ def test_activations_come_in_the_order_in_which_they_are_computed() -> None:
     assert layers == [f"decoder.layers.{i}.out" for i in range(3)]
     assert list(found)[:5] == ["embed.slots", "embed.real", "embed.ids", "embed.out", "decoder.slots"]
     assert list(found)[-3:] == ["decoder.out", ".first", ".logits"]
-    assert list(found)[-1].endswith("logits")
 
 
 @pytest.mark.parametrize(
