@@ -18,6 +18,7 @@ from mlx_tformer.errors import Mismatch, UsageError
 from mlx_tformer.generation import decode
 from mlx_tformer.generation import scores as generation_scores
 from mlx_tformer.inspect import editing, sites_of, trace
+from mlx_tformer.inspect.pictures import Heads
 from mlx_tformer.nn import Cache, Keeping, attention, wanted, watch
 from mlx_tformer.nn.keeping import WHOLE
 
@@ -165,6 +166,8 @@ def test_a_window_shows_its_keys_in_the_order_of_the_text() -> None:
     assert gap(same["attn.pattern"], t["attn.pattern"]) == 0
     shown = t.patterns(0)[0]
     assert (shown.first_query, shown.first_key, shown.queries, len(shown.keys)) == (23, keys.start, ["23"], len(keys))
+    drawn = t.picture(0)
+    assert isinstance(drawn, Heads) and drawn.first == 23 - keys.start
 
 
 @pytest.mark.parametrize("cuts", [[8, *range(9, 24)], [5, 13, 14]], ids=["steps", "chunks"])

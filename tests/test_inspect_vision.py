@@ -8,6 +8,7 @@ from helpers import cases_of, expected, gap, opened, seen
 
 from mlx_tformer import UsageError, inspect
 from mlx_tformer.inspect import sites_of, trace
+from mlx_tformer.inspect.pictures import Heads
 from mlx_tformer.nn import VisionEncoder
 
 
@@ -25,6 +26,7 @@ def test_patterns_and_the_residual_stream_of_images_are_those_of_transformers(ca
     across = {"vit": 4, "vit-oblong": 3}[case]
     assert t.labels() == ["[CLS]", *(f"{i // across},{i % across}" for i in range(count - 1))]
     assert t.patterns(0)[0].keys == t.patterns(0)[0].queries == t.labels()
+    assert [one.first for one in (t.picture(), t.picture(1)) if isinstance(one, Heads)] == [None, None]  # on no line
     assert gap(inspect.rollout(t)[-1].sum(axis=-1), mx.ones((pixels.shape[0], count))) < 1e-5
 
 

@@ -4,15 +4,18 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 import mlx_tformer as mt
+from mlx_tformer import inspect
 from mlx_tformer.inspect.pictures import Grid, Heads, figure, page, png, show, write_page
 from mlx_tformer.inspect.pictures.colours import colour, ink
 from mlx_tformer.inspect.pictures.picture import SINK, pooled
@@ -312,6 +315,30 @@ def test_the_keyboard_reaches_every_head_and_cell(opened: "Page") -> None:
     text, number = said(opened, 0)
     assert text.startswith("layer 6, head 1: “France” (3) → “capital” (1)")
     assert number == pytest.approx(patterns(sink=0.3)[2, 1, 3, 1], abs=6e-5)
+
+
+def test_what_an_overview_says_counts_places_in_the_text(browser: "Browser", tmp_path: Path) -> None:
+    values = patterns(sink=0.3)[0][:, -3:]  # of the last three queries alone
+    placed = Heads("", {"0": values}, WORDS[-3:], WORDS, first=len(WORDS) - 3)
+    write_page([placed, replace(placed, first=None)], tmp_path / "a.html")
+    shown = browser.new_page()
+    shown.goto((tmp_path / "a.html").as_uri())
+    wanted = {
+        "mean distance (keys)": np.array(inspect.distance(mx.array(values))),
+        "weight of the query's own place": values[:, range(3), range(7, 10)],
+        "weight of the key before": values[:, range(3), range(6, 9)],
+    }
+    for name, rows in wanted.items():
+        shown.locator("#picture-0 select").select_option(name)
+        shown.locator("#picture-0 canvas").first.focus()
+        for head, key in enumerate(["ArrowLeft", *["ArrowRight"] * 3]):
+            for _ in range(1 if head else 4):
+                shown.keyboard.press(key)
+            text = shown.locator("#picture-0 .readout").first.inner_text()
+            assert f"head {head}: mean {name}" in text
+            assert float(text.split()[-1]) == pytest.approx(rows[head].mean(), abs=6e-5)
+    assert shown.locator("#picture-0 option").count() == 6 and shown.locator("#picture-1 option").count() == 3
+    shown.close()
 
 
 def test_tokens_are_shown_as_they_are(opened: "Page") -> None:

@@ -275,7 +275,9 @@ class Trace(Drawn):
         # Keys that a window has dropped have nothing.
         padded = [mx.pad(one.values, [(0, 0), (0, 0), (one.first_key - first, 0)]) for one in found]
         shown = {str(one.layer): numbers(values) for one, values in zip(found, padded, strict=True)}
-        picture = Heads("", shown, found[0].queries, widest.keys, notes=self.notes)
+        placed = not crosses and not isinstance(self.lm.model, VisionEncoder)
+        at = found[0].first_query - first if placed else None
+        picture = Heads("", shown, found[0].queries, widest.keys, notes=self.notes, first=at)
         return picture if layer is None or head is None else picture.head(layer, head)
 
     def deficit(self, name: str) -> mx.array:

@@ -160,14 +160,18 @@ const summaries = {
   "weight of the first key": (row) => row[0],
   "weight of the query's own place": (row, at) => row[at] || 0,
   "weight of the key before": (row, at) => (at > 0 ? row[at - 1] : 0),
-  "mean distance (keys)": (row, at) => row.reduce((sum, p, key) => sum + p * Math.abs(at - key), 0),
+  "mean distance (keys)": (row, at, seen) => {
+    const weights = row.slice(0, seen), total = weights.reduce((sum, p) => sum + p, 0);
+    return total ? weights.reduce((sum, p, key) => sum + p * Math.abs(at - key), 0) / total : 0;
+  },
 };
+const placed = Object.keys(summaries).slice(3);  // which need the place of a query among its keys
 
-function summary(name, values, rows, columns) {
+function summary(name, values, rows, columns, picture) {
   let total = 0, count = 0;
   for (let r = 0; r < rows; r++) {
     const row = Array.from(values.subarray(r * columns, (r + 1) * columns));
-    if (row.some((p) => p > 0)) { total += summaries[name](row, r); count += 1; }
+    if (row.some((p) => p > 0)) { total += summaries[name](row, r + picture.first, picture.seen); count += 1; }
   }
   return count ? total / count : 0;
 }
@@ -243,7 +247,8 @@ function overview(picture, head, select) {
   const { queries, keys, layers } = picture, most = Math.max(...layers.map((layer) => layer.heads));
   const readout = element("p", { class: "readout" });
   const choice = element("select", { "aria-label": "what the overview shows", onchange: () => fill() },
-    ...Object.keys(summaries).map((name) => element("option", {}, name)));
+    ...Object.keys(summaries).filter((name) => picture.first !== null || !placed.includes(name))
+      .map((name) => element("option", {}, name)));
   const map = new ValueMap({ label: "overview, layers down and heads across", bounds: [0, 1],
     rows: layers.map((layer) => layer.name), columns: Array.from({ length: most }, (_, at) => String(at)),
     seen: (row, column) => readout.replaceChildren(`layer ${layers[row].name}, head ${column}: mean ${choice.value} `,
@@ -252,7 +257,7 @@ function overview(picture, head, select) {
   function fill() {
     const values = new Float32Array(layers.length * most).fill(NaN);
     layers.forEach((layer, row) => { for (let at = 0; at < layer.heads; at++)
-      values[row * most + at] = summary(choice.value, head(row, at), queries.length, keys.length); });
+      values[row * most + at] = summary(choice.value, head(row, at), queries.length, keys.length, picture); });
     map.bounds = [0, Math.max(1e-9, ...values.filter(Number.isFinite))];
     map.show(values);
   }

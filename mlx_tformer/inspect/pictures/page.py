@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import InputOutputError, UsageError
 from .colours import DARK, DARK_BELOW, LIGHT, LIGHT_BELOW
-from .picture import Grid, Heads, Picture, Values, printable
+from .picture import SINK, Grid, Heads, Picture, Values, printable
 
 MOST = 16_000_000
 """Values on a page: 64 MB, which a browser still opens."""
@@ -95,6 +95,8 @@ def _data(picture: Picture) -> dict[str, Any]:
         "kind": "heads",
         "title": picture.title,
         "notes": list(picture.notes),
+        "first": picture.first,
+        "seen": len(picture.keys) - (picture.keys[-1] == SINK),
         "queries": [printable(label) for label in picture.queries],
         "keys": [printable(label) for label in picture.keys],
         "layers": [

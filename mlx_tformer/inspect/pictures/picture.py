@@ -58,6 +58,9 @@ class Grid:
 class Heads:
     """Attention patterns (H, L, S) of some layers, by the layer's name, with labels for the L queries and S keys.
 
+    first: the place of the first query among the keys; None where there is none, as in cross-attention and among the
+    patches of an image.
+
     Where rows sum to less than one, learned sinks took the rest: it becomes a column of its own behind the keys. A
     query that sees nothing has no sink.
 
@@ -71,6 +74,7 @@ class Heads:
     queries: Sequence[str]
     keys: Sequence[str]
     notes: Sequence[str] = field(default=())
+    first: int | None = 0
 
     def __post_init__(self) -> None:
         found = {layer: _floats(pattern) for layer, pattern in self.patterns.items()}
