@@ -332,9 +332,10 @@ def _longrope(t: RopeTable) -> Scaling:
     found = t.take(
         "short_factor", "long_factor", optional=("factor", "attention_factor", "original_max_position_embeddings")
     )
+    pairs = (t.dims + 1) // 2  # of an odd number the last turns with one that is not counted
     for key in ("short_factor", "long_factor"):
-        if len(found[key]) != t.dims // 2:
-            problem = f"found {len(found[key])} numbers, expected {t.dims // 2}: one for each pair of rotary features"
+        if len(found[key]) != pairs:
+            problem = f"found {len(found[key])} numbers, expected {pairs}: one for each pair of rotary features"
             raise BadInput(problem, file=t.config.file, field=f"{t.config.rope_field}.{key}")
     factor = found.get("factor", t.config["max_position_embeddings"] / t.trained)
     short, long = tuple(found["short_factor"]), tuple(found["long_factor"])

@@ -17,7 +17,7 @@ import mlx_tformer.config
 from mlx_tformer.checkpoint.plan import build
 from mlx_tformer.errors import BadInput
 from mlx_tformer.families import family
-from mlx_tformer.nn import LM, Attention, Groups, Position, Rope, ShiftedRMSNorm
+from mlx_tformer.nn import LM, Attention, Groups, Mixture, Position, Rope, ShiftedRMSNorm
 from mlx_tformer.settings import HARMLESS
 
 Config = dict[str, Any]
@@ -309,6 +309,24 @@ def test_a_setting_of_any_value_is_refused_or_makes_a_model_that_runs(name: str,
                 build(family(name), mlx_tformer.config.Config(config))(ids_of(case))
             except BadInput as error:
                 assert str(error).startswith("config.json: ")
+
+
+DENSE: list[tuple[str, Config]] = [
+    ("deepseek_v2", {"first_k_dense_replace": 9}),
+    ("deepseek_v3", {"first_k_dense_replace": 9}),
+    ("jamba", {"num_experts": 1}),
+    ("llama4", {"moe_layers": []}),
+    ("qwen2_moe-mixed", {"mlp_only_layers": [0, 1, 2, 3]}),
+    ("qwen3_moe-mixed", {"decoder_sparse_step": 9}),
+    ("qwen3_next-mixed", {"mlp_only_layers": [0, 1, 2]}),
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), DENSE, ids=[case for case, _ in DENSE])
+def test_a_config_that_leaves_no_layer_its_experts_makes_a_dense_model(case: str, changes: Config) -> None:
+    config = config_of(case) | changes
+    model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
+    assert not any(isinstance(module, Mixture) for module in model.modules())
 
 
 PATTERNS: list[tuple[str, Config]] = [

@@ -22,6 +22,7 @@ ABSENT = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
     "rope_interleave": True,
     "routed_scaling_factor": 2.5,
     "topk_group": 4,

@@ -75,7 +75,8 @@ def model(c: Config) -> LM:
         raise c.wrong("no_rope_layers", f"{layers} entries, one for each layer")
     chunked = c.get("attention_chunk_size") is not None
     masks = c.masks(["chunked_attention" if chunked and turns else "full_attention" for turns in turning])
-    c.ignore("intermediate_size", "intermediate_size_mlp")  # one of them is not needed where all layers are alike
+    # Not all of these are needed where all layers are alike.
+    c.ignore("intermediate_size", "intermediate_size_mlp", "num_experts_per_tok")
     c.ignore("router_jitter_noise", "for_llm_compressor", "attn_temperature_tuning", "attn_scale", "floor_scale")
 
     def position(layer: int) -> Position:
