@@ -21,7 +21,7 @@ MOST = 40
 @click.argument("texts", nargs=-1)
 @click.option("-m", "--model", metavar="MODEL", help="A folder, a name in ./weights, or a name on the hub.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub.")
-@click.option("--pool", default="mean", show_default=True, metavar="HOW", help="A text's vector: mean, cls or last.")
+@click.option("--pool", metavar="HOW", help="A text's vector: mean, cls or last, instead of what MODEL says.")
 @click.option("--truncate", is_flag=True, help="Cut off what is longer than the model's positions.")
 @click.option("--dtype", metavar="TYPE", help="Compute in float32, float16 or bfloat16 instead of the stored type.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each text, a line each.")
@@ -29,7 +29,7 @@ def command(
     texts: tuple[str, ...],
     model: str | None,
     revision: str | None,
-    pool: str,
+    pool: str | None,
     truncate: bool,
     dtype: str | None,
     as_json: bool,
@@ -45,10 +45,10 @@ def command(
       mlx-tformer embed -m weights/NAME "A man is eating food." "A man is eating bread." "It rains."
       mlx-tformer embed -m weights/NAME --json - < lines.txt > vectors.jsonl
 
-    --json gives an object with the text and its vector for each text, however many there are. A vector is the mean of
-    the hidden states of the text's tokens, or with --pool cls that of its first token, and with last that of its last;
-    which one a model was trained for its authors say. Texts of like lengths run together, whatever their order, so that
-    all vectors come at the end; on a terminal a bar shows how far it is.
+    --json gives an object with the text and its vector for each text, however many there are. A vector is what the
+    model's authors say for sentence-transformers, or with --pool mean the mean of the hidden states of the text's
+    tokens, with cls that of its first token, and with last that of its last. Texts of like lengths run together,
+    whatever their order, so that all vectors come at the end; on a terminal a bar shows how far it is.
     """
     found = given(texts)
     lm = encoder(named(model, EXAMPLE), revision, dtype)

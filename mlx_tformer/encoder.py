@@ -12,6 +12,7 @@ from .errors import UsageError
 from .labels import Label, labelled, scores
 from .lm import as_batch, check_ids
 from .nn import POOLS, Encoder, pooled
+from .sentences import length_of, pool_of
 from .tokens import Tokenizer, Tokens
 
 Text = str | tuple[str, str]
@@ -78,23 +79,27 @@ class EncoderModel:
         self,
         texts: Sequence[str] | str,
         *,
-        pool: str = "mean",
+        pool: str | None = None,
         normalise: bool = True,
         truncate: bool = False,
         progress: Progress | None = None,
     ) -> mx.array:
         """A vector for each text, (N, C), in float32; for a single text (1, C).
 
-        pool: "mean" of the hidden states of its tokens, "cls", that of the first one, or "last". normalise: of length
-        1, so that dot products are cosines. truncate: cut off what is too long. progress: told how many texts of how
-        many are done. Texts run in batches of like lengths, padded on the right, which changes nothing.
+        pool: "mean" of the hidden states of its tokens, "cls", that of the first one, or "last"; None: what the
+        checkpoint says that sentence-transformers should take, or the mean. normalise: of length 1, so that dot
+        products are cosines. truncate: cut off what is too long for the model, or longer than its authors read.
+        progress: told how many texts of how many are done. Texts run in batches of like lengths, padded on the right,
+        which changes nothing.
 
         Raises UsageError for a `pool` that is none, no texts, a text that is longer than the model's positions, and a
-        model without a tokenizer.
+        model without a tokenizer; BadInput for a checkpoint that wants more done than to pool.
         """
-        if pool not in POOLS:
+        if pool is not None and pool not in POOLS:
             raise UsageError(f"pool: found {pool!r}, expected one of {', '.join(POOLS)}")
-        rows = self._rows([texts] if isinstance(texts, str) else texts, truncate)
+        files = self._with_tokenizer().files
+        pool = pool_of(files, self.origin) if pool is None else pool
+        rows = self._rows([texts] if isinstance(texts, str) else texts, truncate, most=length_of(files, self.origin))
 
         def compute(batch: Batch) -> mx.array:
             hidden = self.hidden(batch.ids, attention_mask=batch.mask)
@@ -229,9 +234,12 @@ class EncoderModel:
 
         return over(rows, compute, progress)
 
-    def _rows(self, texts: Sequence[Text], truncate: bool, *, pairs: bool = False) -> list[Row]:
-        """Texts and pairs as ids."""
-        tokenizer, most = self._with_tokenizer(), self.context if truncate else None
+    def _rows(
+        self, texts: Sequence[Text], truncate: bool, *, most: int | None = None, pairs: bool = False
+    ) -> list[Row]:
+        """Texts and pairs as ids, cut off at `most` if that is asked for, or where the model's positions end."""
+        tokenizer = self._with_tokenizer()
+        most = min(self.context, self.context if most is None else most) if truncate else None
         rows = []
         for i, text in enumerate(texts):
             parts = (text,) if isinstance(text, str) else text

@@ -11,7 +11,7 @@ import mlx_tformer as mt
 from mlx_tformer import inspect
 from mlx_tformer.errors import UsageError
 from mlx_tformer.inspect import editing, run, trace
-from mlx_tformer.nn import wanted
+from mlx_tformer.nn import Keeping, wanted
 
 IDS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 OTHER = mx.array([[2, 7, 1, 8, 2, 8, 1, 8]])
@@ -88,6 +88,26 @@ def test_edits_in_steps_are_those_of_one_pass(case: str) -> None:
         for start, stop in ((0, 9), (9, 10), (10, 21), (21, 22), (22, 23), (23, 24)):
             parts.append(lm(ids[:, start:stop], cache))
     assert gap(mx.concatenate(parts, axis=1), whole) < 5e-5 and gap(whole, lm(ids)) > 1e-2
+
+
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [inspect.set("attn.scores", -INF, keys=[1, 17])],
+        [inspect.zero("attn.pattern", keys=[0, 12], positions=slice(12, None))],
+        [inspect.scale("attn.k", 0.5, positions=[1, 13])],
+    ],
+    ids=["scores", "pattern", "keys"],
+)
+def test_keys_of_a_bounded_cache_are_edited_by_their_places(case: str, edits: list[inspect.Edit]) -> None:
+    lm, ids, how = opened(case), ids_of(case), Keeping(size=7, keep=2)
+    cache = lm.new_cache(24, how)
+    with editing(lm, edits):
+        whole = lm(ids, lm.new_cache(24, how))
+        found = mx.concatenate([lm(ids[:, i : i + 4], cache) for i in range(0, 24, 4)], axis=1)
+    assert gap(found, whole) < 5e-5 * mx.abs(whole).max().item()
+    assert gap(whole, lm(ids, lm.new_cache(24, how))) > 1e-3
 
 
 def test_an_edited_generation_is_that_of_edited_passes() -> None:

@@ -13,6 +13,9 @@ from mlx_tformer.inspect import editing, run, sites_of, trace
 
 CASES = cases_of("seq2seq")
 STACKS = ["attn.pattern", "cross.pattern"]
+NOISE = dict.fromkeys(("t5", "t5-v1.1", "switch"), 6e-5)
+"""How far float32 may take the patterns of cases whose unscaled scores are large: transformers' own in float32 are up
+to 6.1e-5 from what it gives in float64, and up to 1.3e-4 from themselves when the features stand in another order."""
 
 
 def inputs(case: str) -> tuple[mx.array, dict[str, mx.array]]:
@@ -42,7 +45,7 @@ def test_patterns_of_all_three_kinds_are_those_of_transformers(case: str) -> Non
         if kind in kinds:
             found = np.array(t[f"{kinds[kind].format(layer)}.hook_pattern"])
             apart = np.abs(found - value)
-            assert (apart.swapaxes(1, 2)[real] if kind == "encoder_attention" else apart).max() < 6e-5
+            assert (apart.swapaxes(1, 2)[real] if kind == "encoder_attention" else apart).max() < NOISE.get(case, 1e-5)
             if kind == "cross_attention":
                 assert not found[~np.broadcast_to(real[:, None, None], found.shape)].any()
     assert t.check(1e-5) < 1e-5

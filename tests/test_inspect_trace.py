@@ -13,7 +13,8 @@ from helpers import CASES, cases_of, expected, gap, ids_of, opened
 import mlx_tformer as mt
 from mlx_tformer.errors import Mismatch, UsageError
 from mlx_tformer.inspect import sites_of, trace
-from mlx_tformer.nn import Cache, attention, wanted, watch
+from mlx_tformer.nn import Cache, Keeping, attention, wanted, watch
+from mlx_tformer.nn.keeping import WHOLE
 
 ENCODERS = cases_of("mlm")
 ATTENDING = [case for case in CASES if any(name.startswith("attention.") for name in expected(case))]
@@ -29,8 +30,8 @@ def call(case: str) -> tuple[Any, Callable[[], mx.array]]:
     return lm, lambda: lm(mx.array(e["input_ids"]))
 
 
-def stepwise(lm: Any, ids: mx.array, cuts: list[int]) -> Cache:
-    cache = lm.new_cache(ids.shape[1])
+def stepwise(lm: Any, ids: mx.array, cuts: list[int], how: Keeping = WHOLE) -> Cache:
+    cache = lm.new_cache(ids.shape[1], how)
     for start, stop in pairwise([0, *cuts, ids.shape[1]]):
         lm(ids[:, start:stop], cache)
     return cache
@@ -159,6 +160,38 @@ def test_a_window_shows_its_keys_in_the_order_of_the_text() -> None:
     assert gap(same["attn.pattern"], t["attn.pattern"]) == 0
     shown = t.patterns(0)[0]
     assert (shown.first_query, shown.first_key, shown.queries, len(shown.keys)) == (23, keys.start, ["23"], len(keys))
+
+
+@pytest.mark.parametrize("cuts", [[8, *range(9, 24)], [5, 13, 14]], ids=["steps", "chunks"])
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "qwen3-window", "gpt_oss", "deepseek_v3"])
+def test_a_bounded_cache_shows_its_keys_at_their_places_with_a_gap_between(case: str, cuts: list[int]) -> None:
+    lm, ids, how = opened(case), ids_of(case), Keeping(size=7, keep=2)
+    names = ["attn.pattern", "attn.scores", "attn.k", "attn.v", "logits"]
+    with trace(lm, read=names) as whole:
+        stepwise(lm, ids, [], how)  # in one pass there is no gap, but a mask
+    with trace(lm, read=names) as t:
+        stepwise(lm, ids, cuts, how)
+    for name in t.names:
+        full, found = whole[name], t[name]
+        if not name.endswith("logits"):
+            assert t.keys(name).stop == 24
+            axis = 2 if name.endswith((".k", ".v")) else 3
+            full = mx.split(full, [t.keys(name).start], axis=axis)[1]
+        full, found = (mx.where(x == -mx.inf, 1e3, x) for x in (full, found))
+        assert gap(found, full) < 5e-5 * max(1, mx.where(full == 1e3, 0, mx.abs(full)).max().item()), name
+    t.check(2e-6)
+
+
+def test_what_a_bounded_cache_has_lost_when_a_trace_begins_is_nothing() -> None:
+    lm, ids, how = opened("llama-gqa-tied"), ids_of("llama-gqa-tied"), Keeping(size=7, keep=2)
+    cache = stepwise(lm, ids[:, :20], [9, 16], how)
+    with trace(lm, read=["layers.1.attn.pattern", "layers.1.attn.k", "layers.1.attn.scores"]) as t:
+        lm(ids[:, 20:22], cache)
+        lm(ids[:, 22:], cache)
+    seen = [i < 2 or i >= 16 for i in range(24)]
+    assert (mx.abs(t["attn.k"]).max(axis=(0, 1, 3)) > 0).tolist() == seen
+    assert (t["attn.scores"].max(axis=(0, 1, 2)) > -mx.inf).tolist() == seen
+    assert t["attn.pattern"].shape == (1, 6, 4, 24) and t.patterns(1, 0)[0].first_key == 0
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma3", "jamba", "gpt_oss"])
@@ -347,3 +380,19 @@ def test_patterns_of_quantized_weights_are_marked_as_such(tmp_path: Any) -> None
         lm(IDS)
     assert "quantized (8 bits)" in t.notes[0] and trace(opened("qwen3"), read=["logits"]).notes == []
     t.check(0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_patterns_over_packed_keys_are_marked_as_such_from_the_token_on_that_packs_them(bits: int) -> None:
+    lm, ids = opened("llama-gqa-tied"), ids_of("llama-gqa-tied")
+    cache = lm.new_cache(24, Keeping(bits=bits, start=10))
+    with trace(lm, read=["attn.pattern"]) as t:
+        lm(ids[:, :10], cache)
+        assert t.notes == []
+        lm(ids[:, 10:20], cache)
+        lm(ids[:, 20:], cache)
+    assert len(t.notes) == 1 and f"kept in {bits} bits" in t.notes[0] and t.picture(1).notes == t.notes
+    t.check(2e-6)
+    with trace(lm, read=["residual.out"]) as later:
+        list(lm.generate(ids, max_tokens=2, kv_bits=bits))
+    assert later.notes == t.notes  # whatever is read: it comes after attention

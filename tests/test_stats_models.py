@@ -14,8 +14,8 @@ from mlx_tformer import inspect
 from mlx_tformer.errors import UsageError
 from mlx_tformer.generation import decode
 from mlx_tformer.generation.sampling import Sampler, Sampling
-from mlx_tformer.inspect import Wants, statistics_of
-from mlx_tformer.nn import LM, Call, Context, Module, Places, attend, attention, latent, spectate
+from mlx_tformer.inspect import Wants, statistics_of, streaming
+from mlx_tformer.nn import LM, Call, Keeping, Module, Places, attend, attention, latent, spectate
 from mlx_tformer.tokens import Spans, Tokens
 
 ATTENDING = [case for case in CASES if attentions(golden(case))]
@@ -77,6 +77,22 @@ def test_statistics_of_chunks_and_steps_are_those_of_one_pass(case: str, sizes: 
         model(ids)
     parts, cache, start = watching(), model.new_cache(24), 0
     for size in sizes:
+        with parts:
+            model(ids[:, start : start + size], cache)
+        start += size
+    agree(parts, whole)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "qwen3-window", "gpt_oss", "deepseek_v3"])
+def test_statistics_over_a_bounded_cache_count_from_the_beginning_of_the_text(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, how = golden(case), ids_of(case), Keeping(size=7, keep=2)
+    with watching() as whole:
+        model(ids, model.new_cache(24, how))  # one pass: no gap, but a mask
+    parts, cache, start = watching(), model.new_cache(24, how), 0
+    monkeypatch.setattr(streaming, "BLOCK", 40)
+    for size in (5, 8, 1, 1, 1, 8):
         with parts:
             model(ids[:, start : start + size], cache)
         start += size
@@ -340,10 +356,10 @@ def test_looking_across_at_another_text_counts_its_keys_from_its_beginning() -> 
     """A decoder's step looks at all of what an encoder made, whatever its own place."""
     q, k = (mx.random.normal((1, 2, n, 8), key=mx.random.key(n)) for n in (5, 9))
     with watching() as whole, seen("*.pattern") as found:
-        attend(Module(), q, k, k, scale=1.0, at=Context(0, 5).places(9, across=True))
+        attend(Module(), q, k, k, scale=1.0, at=Places(range(5), range(9)))
     with watching() as steps:
         for i in range(5):
-            attend(Module(), q[:, :, i : i + 1], k, k, scale=1.0, at=Context(i, 1).places(9, across=True))
+            attend(Module(), q[:, :, i : i + 1], k, k, scale=1.0, at=Places(range(i, i + 1), range(9)))
     agree(steps, whole)
     assert np.array_equal(whole[""].peak, np.argmax(np.array(found[".pattern"]), axis=-1))
     assert whole[""].queries.tolist() == [[0, 1, 2, 3, 4]] and whole[""].received.shape == (1, 2, 9)

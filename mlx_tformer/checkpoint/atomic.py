@@ -115,6 +115,9 @@ def _empty(folder: Path) -> None:
 
 def _sync(folder: Path) -> None:
     for entry in folder.iterdir():
+        if entry.is_dir():
+            _sync(entry)
+            continue
         with entry.open("rb") as file:
             os.fsync(file.fileno())
     _sync_folder(folder)

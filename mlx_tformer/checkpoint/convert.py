@@ -18,7 +18,7 @@ from .folder import LAYOUT, read_json
 from .load import FLOATS, as_float, check_copies, stored_dtype
 from .mixed import LARGEST, Packing, choose, packed, packing
 from .open import open_source
-from .output import Progress, write_json, write_weights
+from .output import Progress, write_files, write_json, write_weights
 from .plan import Plan, dtype_name, pack, packed_dtype, packed_names, plan, shapes
 from .safetensors_file import CODES
 from .source import Quantization, Source, Tensor
@@ -147,8 +147,7 @@ class _Work:
     def write(self, folder: Path, progress: Progress | None) -> None:
         """Put the whole layout into an empty folder."""
         write_weights(folder, self.tensors, self._values(), largest=SHARD, progress=progress)
-        for file, content in self.source.companions().items():
-            (folder / file).write_bytes(content)
+        write_files(folder, self.source.companions())
         write_json(folder / "config.json", self._config())
         write_json(folder / "conversion.json", self._record())
 

@@ -21,7 +21,7 @@ from .language_part import language_names
 from .load import FLOATS, as_float, stored_dtype
 from .mlx_names import with_mlx_names
 from .open import open_source
-from .output import Progress, write_json, write_weights
+from .output import Progress, write_files, write_json, write_weights
 from .plan import Plan, Recipe, dtype_name, plan, unpacked
 from .source import Quantization, Source, Tensor
 from .undo import origins, piece_shape, taken_apart
@@ -176,8 +176,7 @@ class _Work:
             metadata={"format": "pt"},  # without which transformers refuses a file
             progress=progress,
         )
-        for file, content in self.source.companions().items():
-            (folder / file).write_bytes(content)
+        write_files(folder, self.source.companions())
         write_json(folder / "config.json", self._config())
 
     def _values(self) -> Iterator[tuple[str, mx.array]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import sentences
 from ..errors import BadInput
 from ..names import summary
 from .pickle_file import PickleFile
@@ -38,6 +39,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    *sentences.FILES,
 )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import sentences
 from ..errors import BadInput, InputOutputError
 
 CONFIG = "config.json"
@@ -32,7 +33,7 @@ SMALL = (
     *(CONFIG, "generation_config.json", "conversion.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
-    "preprocessor_config.json",
+    *("preprocessor_config.json", *sentences.FILES),
 )
 TEMPLATES = "additional_chat_templates"
 # Tensors under other names than config.json's: the original release of a model, and adapters that need a base model.

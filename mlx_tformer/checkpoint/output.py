@@ -86,6 +86,13 @@ def _writing(
         writer.abandon()
 
 
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Files by their names in a folder, in folders of their own where a name says so."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON file, in ASCII, since a name may hold what is no UTF-8."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="ascii")

@@ -17,7 +17,7 @@ from .atomic import new_folder
 from .convert import SHARD
 from .folder import LAYOUT
 from .load import Loaded
-from .output import write_json, write_weights
+from .output import write_files, write_json, write_weights
 from .plan import dtype_name
 from .safetensors_file import CODES
 from .source import Quantization, Tensor
@@ -56,8 +56,7 @@ def _write_companions(lm: Loaded, folder: Path) -> None:
         if lm.preprocessing is not None:
             write_json(folder / PREPROCESSOR, lm.preprocessing)
         return
-    for name, content in ({} if lm.tokenizer is None else lm.tokenizer.files).items():
-        (folder / name).write_bytes(content)
+    write_files(folder, {} if lm.tokenizer is None else lm.tokenizer.files)
     if isinstance(lm, LanguageModel | Seq2SeqModel) and lm.generation_config:
         write_json(folder / "generation_config.json", lm.generation_config)
 

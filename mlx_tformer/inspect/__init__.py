@@ -51,8 +51,10 @@ pattern; hand it to `generate`, or use it as a block.
 (2, ('0-3', '4-6', '(after)'))
 
 What to know. With learned sinks (gpt-oss) rows sum to less than one, and the rest, `t.deficit(name)`, is the sink's; in
-pictures it is a column of its own. Activations of quantized weights are the quantized model's, and `t.notes` says so.
-In models with two stacks "encoder." and "decoder." tell them apart, and "cross.pattern" leads from one to the other.
+pictures it is a column of its own. Activations of quantized weights are the quantized model's, and patterns over a
+packed cache (`kv_bits`) those of its keys; `t.notes` says so. Of a bounded cache (`kv_size`, `kv_keep`) keys stand at
+their places, and what it has dropped has no weight. In models with two stacks "encoder." and "decoder." tell them
+apart, and "cross.pattern" leads from one to the other.
 The command is `mlx-tformer inspect`; `examples/` has scripts of a few dozen lines.
 
 The files, in reading order: `sites`, `texts`, `trace`, `places`, `edits`, `sweep`; `lens`, `frozen`, `attribution`;

@@ -11,9 +11,10 @@ import mlx.core as mx
 
 from ..errors import UsageError
 from ..nn import watch
+from ..nn.spectator import slot_array
 from .places import Places, Where
 from .sites import Site, resolve, sites_of
-from .texts import Pass, Reader
+from .texts import Pass, Reader, told
 from .trace import Inspectable, Trace, by_text, trace
 
 Prompt = str | Sequence[int] | mx.array
@@ -102,7 +103,7 @@ def _mean(value: mx.array, known: Known) -> mx.array:
         )
     if not any(known.now.left):
         return mx.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
-    slots = mx.arange(value.shape[axis]) + known.now.start
+    slots = slot_array(known.now.slots(known.site, value.shape[axis]))
     real = slots >= mx.array(known.now.left)[:, None]  # (B, L)
     real = real.reshape([n if i in (0, axis) else 1 for i, n in enumerate(value.shape)])
     total = mx.where(real, value, 0).sum(axis=axis, keepdims=True)
@@ -127,7 +128,7 @@ class Editing:
     def __init__(self, lm: Inspectable, edits: Sequence[Edit]):
         self.lm, self.edits = lm, list(edits)
         sites = sites_of(lm.model)
-        self._told = {site.path for site in sites if site.kind in ("ids", "slots", "left")}
+        self._told = told(sites)
         self._places = [Places(edit.where) for edit in self.edits]
         self._sites = [
             {site.path: site for site in places.sites(resolve(sites, edit.site), edit.site)}
@@ -199,9 +200,8 @@ def aligned(
     axis = site.keys if site.tokens is None else site.tokens
     if axis is None:
         return source, None
-    count, first = value.shape[axis], now.start if site.tokens is not None else now.stop - value.shape[axis]
-    moved = places.moved or {}
-    wanted = [moved.get(first + i, moved.get(i - count, first + i)) for i in range(count)]
+    count, moved = value.shape[axis], places.moved or {}
+    wanted = [moved.get(slot, moved.get(i - count, slot)) for i, slot in enumerate(now.slots(site, count))]
     wanted = [at + source.shape[axis] if at < 0 else at for at in wanted]
     has = [0 <= at < source.shape[axis] for at in wanted]
     for to, at in moved.items():

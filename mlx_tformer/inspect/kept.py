@@ -81,11 +81,11 @@ class Received:
     def nbytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def add(self, sums: "np.ndarray", first: int, left: "np.ndarray") -> None:
-        """Add sums (B, H, S) of keys from `first` on, in rows with padding (B,) in front."""
+    def add(self, sums: "np.ndarray", places: "np.ndarray", left: "np.ndarray") -> None:
+        """Add sums (B, H, S) of keys at places (S,) in rows with padding (B,) in front."""
         import numpy as np
 
-        stop = first + sums.shape[2] - int(left.min())
+        stop = int(places[-1]) + 1 - int(left.min())
         if self._buffer is None or stop > self._buffer.shape[2]:
             buffer = np.zeros((*sums.shape[:2], 2 * stop), sums.dtype)
             if self._buffer is not None:
@@ -93,9 +93,8 @@ class Received:
             self._buffer = buffer
         self._stop = max(self._stop, stop)
         for row, padding in enumerate(left.tolist()):
-            skipped = max(0, padding - first)
-            start = first + skipped - padding
-            self._buffer[row, :, start : start + sums.shape[2] - skipped] += sums[row, :, skipped:]
+            real = places >= padding
+            self._buffer[row][:, places[real] - padding] += sums[row][:, real]
 
 
 class LayerStatistics:
@@ -123,7 +122,7 @@ class LayerStatistics:
         keys_left = zeros if call.at.keys_left is None else np.array(call.at.keys_left)
         new = {name: np.array(value) for name, value in found.arrays().items()}
         if "received" in new:
-            self._received.add(new.pop("received"), call.at.keys.start, keys_left)
+            self._received.add(new.pop("received"), np.array(call.at.keys), keys_left)
         new |= {"place": here[None, None], "query": (here - left[:, None])[:, None]}
         self._forget_from(call.at.queries.start, batch)
         for name, rows in new.items():

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from ..nn import Places
+from ..nn.spectator import slot_array
 
 TILE = 64
 
@@ -14,13 +15,17 @@ def largest(weights: mx.array, count: int, at: Places) -> tuple[mx.array, mx.arr
     """
     index = mx.argmax(weights, axis=-1, keepdims=True) if count == 1 else _sorted(weights, count)
     found = mx.take_along_axis(weights, index, axis=-1)
-    places = index.astype(mx.int32) + at.keys.start
-    if at.keys_left is not None:
-        places = places - at.keys_left[:, None, None, None]
+    places = places_of(index, at)
     missing = count - index.shape[-1]
     padding = [(0, 0)] * 3 + [(0, missing)]
     places, found = mx.where(found > 0, places, -1), mx.pad(found, padding)
     return mx.pad(places, padding, constant_values=-1), found
+
+
+def places_of(index: mx.array, at: Places) -> mx.array:
+    """The places in the text of keys that are told by number, (B, H, L, N); negative in padding."""
+    places = mx.take(slot_array(at.keys), mx.maximum(index, 0))
+    return places if at.keys_left is None else places - at.keys_left[:, None, None, None]
 
 
 def _sorted(weights: mx.array, count: int) -> mx.array:

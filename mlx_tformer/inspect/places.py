@@ -7,6 +7,7 @@ from typing import TypedDict
 import mlx.core as mx
 
 from ..errors import UsageError
+from ..nn.spectator import Slots
 from .sites import Site
 from .texts import Pass
 
@@ -97,8 +98,7 @@ class Places:
         if axis is None:
             raise UsageError(f"{site.name}: found positions, but it has none")
         count = value.shape[axis]
-        first = now.start if site.tokens is not None else 0 if site.crosses else now.stop - count
-        slots = range(first, first + count)
+        slots = now.slots(site, count)
         hits = [_hit(positions, slots, i) for i in range(count)]
         self.waiting -= {hit for hit in hits if hit is not None}
         return _along(axis, value, [hit is not None for hit in hits])
@@ -108,7 +108,7 @@ class Places:
         if keys is None or site.keys is None:
             return None
         count = value.shape[site.keys]
-        slots = range(count) if site.crosses else range(now.stop - count, now.stop)
+        slots = now.keys(site, count)
         return _along(site.keys, value, [_hit(keys, slots, i) is not None for i in range(count)])
 
 
@@ -117,7 +117,7 @@ def listed(numbers: Numbers | Mapping[int, int]) -> list[int]:
     return [numbers] if isinstance(numbers, int) else list(numbers)
 
 
-def _hit(positions: Positions, slots: range, index: int) -> int | None:
+def _hit(positions: Positions, slots: Slots, index: int) -> int | None:
     """The position asked for that the token at `index` of a pass stands at."""
     slot, back = slots[index], index - len(slots)
     if isinstance(positions, slice):

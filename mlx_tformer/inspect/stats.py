@@ -37,8 +37,8 @@ def stats(
     keep: rows of queries that are kept of each layer, the last ones.
 
     Use it around calls, or hand it to `generate`. Statistics follow from queries and keys: edits of these are in them,
-    edits of scores and patterns are not. Those of a model with packed weights are the packed model's. Where neither
-    entropy, top nor received is wanted, a GPU takes the rest by value probes, through its fused kernel. Raises
+    edits of scores and patterns are not. Those of packed weights, or of a packed cache, are of what is packed. Where
+    neither entropy, top nor received is wanted, a GPU takes the rest by value probes, through its fused kernel. Raises
     UsageError for numbers that cannot be meant.
 
     >>> import mlx_tformer as mt

@@ -30,7 +30,8 @@ import mlx.core as mx
 from .. import kernels
 from ..nn import Call, Places
 from ..nn.attention import asked_of, booleans, fused, scores_of
-from .peaks import largest
+from ..nn.spectator import Slots, slot_array
+from .peaks import largest, places_of
 
 if TYPE_CHECKING:
     from ..tokens import Spans
@@ -98,7 +99,7 @@ def streamed(call: Call, wants: Wants) -> Statistics:
     for block in _blocks(exact):
         found = take(block, wants).arrays()
         if wants.received:
-            first = block.at.keys.start - call.at.keys.start
+            first = call.at.keys.index(block.at.keys[0])
             received[..., first : first + block.k.shape[2]] += found.pop("received")
         mx.eval(found, received)  # before the next block, so that the scores of this one are let go
         for name, value in found.items():
@@ -112,7 +113,8 @@ def _kernel_suffices(call: Call, wants: Wants) -> bool:
     """True if the kernel that takes statistics runs here and tells all that is wanted: it has masses of stretches of
     keys alone, and no sums over queries."""
     at = call.at
-    aligned = at.queries.stop == at.keys.stop and at.left is at.keys_left and (at.left is None or at.left.ndim == 1)
+    aligned = isinstance(at.keys, range) and at.queries.stop == at.keys.stop and at.left is at.keys_left
+    aligned = aligned and (at.left is None or at.left.ndim == 1)
     told = wants.spans is None and not wants.received and wants.top <= kernels.MOST_TOP
     return aligned and told and call.bias is None and kernels.place() != "cpu"
 
@@ -123,8 +125,7 @@ def _by_kernel(call: Call, wants: Wants) -> Statistics:
     asked = asked_of(call.scale, call.mask, None, call.softcap, call.sinks)
     found = kernels.attention_statistics(call.q, keys, asked, kernels.Wanted(top=max(wants.top, 1)))
     assert found.top_keys is not None and found.top_weights is not None
-    first = call.at.keys.start if call.at.left is None else call.at.keys.start - call.at.left[:, None, None, None]
-    top = mx.where(found.top_keys < 0, -1, found.top_keys + first)  # places in the text
+    top = mx.where(found.top_keys < 0, -1, places_of(found.top_keys, call.at))
     lse = found.logsumexp
     sinks = None if call.sinks is None else call.sinks.astype(mx.float32)[:, None]
     some = wants.entropy
@@ -276,9 +277,9 @@ def _through(call: Call, probes: mx.array) -> mx.array:
     return mx.concatenate(outputs, axis=-1)[..., : probes.shape[-1]]
 
 
-def _places(tokens: range, left: mx.array | None) -> mx.array:
+def _places(tokens: Slots, left: mx.array | None) -> mx.array:
     """Places in the text: (1, S), or (B, 1, S) where padding stands in front; negative in padding."""
-    places = mx.arange(tokens.start, tokens.stop)
+    places = slot_array(tokens)
     return places[None] if left is None else places - left[:, None, None]
 
 

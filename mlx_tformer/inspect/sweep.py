@@ -80,8 +80,11 @@ def sweep(
     of logits (B, L, V) that gives (B,). The prompts are of one length. batch: cells that run at a time. A bar on stderr
     shows how far it is, if that is a terminal.
 
-    Raises UsageError for prompts of two lengths, and a site that has no positions or heads.
+    Raises UsageError for prompts of two lengths, a site that has no positions or heads, and positions or a batch of
+    none.
     """
+    if batch < 1 or (positions is not None and not len(positions)):
+        raise UsageError(f"sweep: found positions {positions} and a batch of {batch}, expected one or more of each")
     pair = [mx.array([list(lm.tokens(p))]) if isinstance(p, str) else p for p in (clean, corrupted)]
     good, bad = (p if isinstance(p, mx.array) else mx.array([list(p)]) for p in pair)
     if good.shape != bad.shape or good.shape[0] != 1:
@@ -116,7 +119,9 @@ def _row(
     length = ids.shape[1]
     for start in range(0, len(numbers), batch):
         some = numbers[start : start + batch]
-        here = _cells(clean, site, over, some, [p % length for p in positions or range(length)])
+        here = _cells(
+            clean, site, over, some, [p % length for p in (range(length) if positions is None else positions)]
+        )
 
         def restore(path: str, value: mx.array, here: mx.array = here) -> mx.array:
             return mx.where(here, clean.astype(value.dtype), value)
@@ -161,7 +166,7 @@ def _numbers(value: mx.array, site: Site, over: str, positions: Sequence[int] | 
     assert axis is not None
     count = value.shape[axis]
     length = value.shape[(site.keys if site.tokens is None else site.tokens) or 0]
-    wrong = next((p for p in positions or [] if not -length <= p < length), None)
+    wrong = next((p for p in positions or () if not -length <= p < length), None)
     if wrong is not None:
         raise UsageError(f"positions: found {wrong}, expected one of {length}")
     return list(range(count)) if over == "heads" or positions is None else [p % count for p in positions]

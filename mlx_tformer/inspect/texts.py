@@ -1,10 +1,12 @@
 """Which tokens a model reads while it is watched: the passes that make up a text, and what is kept of each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import mlx.core as mx
 
+from ..nn.spectator import Slots, slot_array
 from .sites import EARLY, STACKS, Site
 
 
@@ -16,11 +18,23 @@ class Pass:
     length: int
     ids: mx.array | None
     left: list[int]
+    places: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The slots of the keys of modules in which some between are gone."""
 
     @property
     def stop(self) -> int:
         """The slot after its last token."""
         return self.start + self.length
+
+    def keys(self, site: Site, count: int) -> Slots:
+        """The slots of the `count` keys of an activation."""
+        if site.crosses:
+            return range(count)
+        return self.places.get(site.module) or range(self.stop - count, self.stop)
+
+    def slots(self, site: Site, count: int) -> Slots:
+        """The slots of the `count` tokens of an activation, or of its keys if it has these alone."""
+        return self.keys(site, count) if site.tokens is None else range(self.start, self.start + count)
 
 
 @dataclass
@@ -68,27 +82,48 @@ class Text:
         if site.tokens is not None:
             return spliced([(one.at.start, self._widened(one, site)) for one in kept], site.tokens)
         assert site.keys is not None
-        return spliced([(_keys(one, site).start, one.value) for one in kept], site.keys)
+        return spliced([_stretch(one, site, whole=not i) for i, one in enumerate(kept)], site.keys)
 
     def keys(self, site: Site) -> range:
         """The slots of the keys that `of` gives: those of the encoder's text for cross-attention."""
         every = [_keys(one, site) for one in self.kept[site.path]]
-        return range(min(keys.start for keys in every), max(keys.stop for keys in every))
+        return range(min(keys[0] for keys in every), max(keys[-1] for keys in every) + 1)
 
     def _widened(self, kept: Kept, site: Site) -> mx.array:
-        """Keys of one pass among those of all passes: zeros where it had none."""
-        if site.keys is None:
-            return kept.value
-        have, every = _keys(kept, site), self.keys(site)
-        around = [(0, 0)] * kept.value.ndim
-        around[site.keys] = (have.start - every.start, every.stop - have.stop)
-        return mx.pad(kept.value, around)
+        """Keys of one pass among those of all passes: where it had none, what hidden keys have."""
+        return kept.value if site.keys is None else _among(kept, site, self.keys(site))
 
 
-def _keys(kept: Kept, site: Site) -> range:
+def _keys(kept: Kept, site: Site) -> Slots:
     """The slots of the keys that one pass saw."""
-    count = 0 if site.keys is None else kept.value.shape[site.keys]
-    return range(count) if site.crosses else range(kept.at.stop - count, kept.at.stop)
+    assert site.keys is not None
+    return kept.at.keys(site, kept.value.shape[site.keys])
+
+
+def _among(kept: Kept, site: Site, every: range) -> mx.array:
+    """Keys of one pass among `every` one: those that it did not see have no weight, and scores of minus infinity."""
+    have, axis = _keys(kept, site), site.keys
+    assert axis is not None
+    if have == every:
+        return kept.value
+    index = mx.full(len(every), len(have))
+    index[slot_array(have) - every.start] = mx.arange(len(have))
+    behind = [(0, int(i == axis)) for i in range(kept.value.ndim)]
+    blank = -mx.inf if site.kind == "scores" else 0
+    return mx.take(mx.pad(kept.value, behind, constant_values=blank), index, axis=axis)
+
+
+def _stretch(kept: Kept, site: Site, *, whole: bool) -> tuple[int, mx.array]:
+    """Where the keys of one pass begin, and they themselves; of keys with a gap between them those behind it, or the
+    `whole` of them with zeros in the gap."""
+    keys, axis = _keys(kept, site), site.keys
+    assert axis is not None
+    if isinstance(keys, range):
+        return keys[0], kept.value
+    if whole:
+        return 0, _among(kept, site, range(keys[-1] + 1))
+    first = next(i for i, key in enumerate(keys) if key != i)
+    return keys[first], mx.split(kept.value, [first], axis=axis)[1]
 
 
 def spliced(pieces: list[tuple[int, mx.array]], axis: int) -> mx.array:
@@ -107,11 +142,17 @@ def spliced(pieces: list[tuple[int, mx.array]], axis: int) -> mx.array:
     return mx.concatenate(parts, axis=axis)
 
 
+def told(sites: Sequence[Site]) -> set[str]:
+    """The paths of all that tells a `Reader` where tokens stand."""
+    starts = {site.path for site in sites if site.kind in ("ids", "slots", "left")}
+    return starts | {f"{site.module}.places" for site in sites if site.keys is not None}
+
+
 class Reader:
     """Keeps track of the text that each stack of blocks reads.
 
     An embedding tells its `slots` and `ids` before it is known which stack they are for; then the stack tells its
-    `slots` and how much padding is `left`.
+    `slots` and how much padding is `left`. Attention tells the `places` of keys that are not simply the last ones.
     """
 
     def __init__(self) -> None:
@@ -129,6 +170,8 @@ class Reader:
             self._ids = value
         elif kind == "left":
             self.texts[module].passes[-1].left = cast(list[int], value.tolist())
+        elif kind == "places":
+            self.texts[self.latest].passes[-1].places[module] = tuple(cast(list[int], value.tolist()))
         else:
             self._start, self._length = cast(int, value[0].item()) if value.size else 0, value.size
             if module in STACKS:

@@ -15,7 +15,7 @@ from ..nn import watch
 from ..tokens import Tokenizer
 from .drawn import Drawn, numbers
 from .sites import Site, main_stack, nearest, resolve, sites_of
-from .texts import Pass, Reader, Text
+from .texts import Pass, Reader, Text, told
 
 if TYPE_CHECKING:
     from .pictures import Picture
@@ -71,14 +71,15 @@ class Trace(Drawn):
         self._stack = ExitStack()
 
     def __enter__(self) -> "Trace":
-        told = {site.path for site in self.sites if site.kind in ("ids", "slots", "left")}
         proofs = {
             f"{site.module}.{kind}"
             for site in self._wanted.values()
             if site.kind == "pattern"
             for kind in ("values", "fused")
         }
-        self._stack.enter_context(watch(told, self._reader.heard, last=True))
+        bits = {f"{site.module}.bits" for site in self.sites if site.keys is not None}
+        self._stack.enter_context(watch(told(self.sites), self._reader.heard, last=True))
+        self._stack.enter_context(watch(bits, self._hear_bits, last=True))
         self._stack.enter_context(watch(frozenset(self._wanted), self._keep, last=True))
         self._stack.enter_context(watch(proofs, self._prove, last=True))
         return self
@@ -105,6 +106,11 @@ class Trace(Drawn):
         kept = mx.contiguous(by_text(value, site, self._reader.now(site.stack)))
         mx.eval(kept)  # here, so that what it is a part of can go
         self._reader.keep(site, kept)
+
+    def _hear_bits(self, path: str, value: mx.array) -> None:
+        note = f"keys and values were kept in {value.item()} bits: attention is that over the packed ones"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _prove(self, path: str, value: mx.array) -> None:
         module, _, kind = path.rpartition(".")

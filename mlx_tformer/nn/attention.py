@@ -14,7 +14,7 @@ from .linear import matrix
 from .mask import Causal, Mask, window_of
 from .packed import KeptKV, PackedKV, packed_bytes
 from .position import Position
-from .spectator import Call, Places, spectators
+from .spectator import Call, Places, slot_array, spectators
 from .tap import Module, tap, wanted
 
 
@@ -115,7 +115,7 @@ class Attention(Stateful):
         if isinstance(state, KV):
             k, v = state.append(k, v)  # (B, K, S, D)
             q = state.turn(q)
-        kept = k, v
+        kept, at = (k, v), placed(self, ctx, state, k.shape[2])
         k, v = self._offered("k", k, state), self._offered("v", v, state)
         unchanged = k is kept[0] and v is kept[1]
         mask, bias = ctx.visible(self.mask, k.shape[2]), ctx.bias(self.position, k.shape[2])
@@ -131,7 +131,7 @@ class Attention(Stateful):
             distances=self.position.distances,
             softcap=self.softcap,
             sinks=sinks,
-            at=ctx.places(k.shape[2]),
+            at=at,
             packed=state.as_keys() if isinstance(state, PackedKV) and unchanged else None,
         )
         z = state.turn_back(z) if isinstance(state, KV) else z
@@ -151,6 +151,17 @@ class Attention(Stateful):
         queries = self.heads * (1 + self.gated)
         q, k, v = mx.split(heads, [queries, queries + self.kv_heads], axis=1)
         return (q[:, ::2], k, v, q[:, 1::2]) if self.gated else (q, k, v, None)
+
+
+def placed(module: Module, ctx: Context, state: State | None, keys: int) -> Places:
+    """Where new tokens and keys stand. Whoever watches may learn what is not plain about the keys: in how many `bits`
+    they are packed, and their `places` if some between are gone."""
+    at = ctx.places(keys, state.apart if isinstance(state, KV) else 0)
+    if isinstance(state, PackedKV) and state.packed and wanted(module, "bits"):
+        tap(module, "bits", mx.array(state.bits))
+    if not isinstance(at.keys, range) and wanted(module, "places"):
+        tap(module, "places", slot_array(at.keys))
+    return at
 
 
 def joined_heads(module: Module, z: mx.array, out: nn.Module) -> mx.array:

@@ -109,6 +109,8 @@ class KV(Pair):
     """
 
     STEP = 256
+    apart = 0
+    """How many of the keys that `append` returned are the first ones of the text, after which some may be missing."""
     saved: ClassVar[tuple[str, ...]] = ("length", "first", "keys", "values")
 
     def __init__(self) -> None:

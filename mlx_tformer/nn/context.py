@@ -9,8 +9,7 @@ from .cache import Cache, State
 from .keeping import WHOLE
 from .mask import Mask, Recent, visible, visible_apart, window_of
 from .position import Position
-from .spectator import Places, spectators
-from .tap import watching
+from .spectator import Places
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Context:
     """Where the memory is text and not padding, (B, S) booleans; None: everywhere."""
     _masks: dict[tuple[Mask, int], mx.array | str | None] = field(default_factory=dict)
     _biases: dict[tuple[int, int], mx.array | None] = field(default_factory=dict)
-    _places: dict[tuple[int, bool], Places] = field(default_factory=dict)
+    _places: dict[tuple[int, int], Places] = field(default_factory=dict)
 
     @classmethod
     def alone(cls, x: mx.array, memory: mx.array | None = None) -> "Context":
@@ -82,8 +81,6 @@ class Context:
             raise UsageError("kv_keep: the first tokens of a padded batch cannot be kept; leave it out")
         if not last.start:  # nothing has been dropped
             return visible(mask, queries, last)
-        if watching() or spectators():
-            raise UsageError("kv_keep: keys with a gap between them cannot be watched; leave it out")
         return visible_apart(mask, queries, how.keep, range(last.start + how.keep, last.stop))
 
     def bias(self, position: Position, keys: int) -> mx.array | None:
@@ -94,16 +91,14 @@ class Context:
             self._biases[at] = position.bias(*self._ranges(keys), self.left)
         return self._biases[at]
 
-    def places(self, keys: int, *, across: bool = False) -> Places:
-        """Where the new tokens and the last `keys` ones stand, for those who watch; layers share the answer.
-
-        across: the keys are those of another text, all of it.
-        """
-        at = (keys, across)
-        if at not in self._places:
-            new, old = self._ranges(keys)
-            self._places[at] = Places(new, range(keys), self.left) if across else Places(new, old, self.left, self.left)
-        return self._places[at]
+    def places(self, keys: int, first: int = 0) -> Places:
+        """Where the new tokens stand, and the keys: the `first` ones of the text and the last ones, `keys` in all. For
+        those who watch; layers share the answer."""
+        if (keys, first) not in self._places:
+            new, last = self._ranges(keys - first)
+            seen = last if not first else range(keys) if first == last.start else (*range(first), *last)
+            self._places[keys, first] = Places(new, seen, self.left, self.left)
+        return self._places[keys, first]
 
     def _ranges(self, keys: int) -> tuple[range, range]:
         """Positions of the new tokens and of the last `keys` ones."""

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import kernels
-from .attention import asked_of, attend, joined_heads
+from .attention import asked_of, attend, joined_heads, placed
 from .cache import KV, State, Stateful, WindowKV
 from .context import Context
 from .keeping import Keeping
@@ -98,9 +98,10 @@ class LatentAttention(Stateful):
         state = ctx.state(self.path)
         if isinstance(state, KV):
             latent, turning = state.append(latent, turning)  # (B, 1, S, rank), (B, 1, S, rotary)
+        at = placed(self, ctx, state, latent.shape[2])
         latent = tap(self, "latent", latent)
         mask = ctx.visible(self.mask, latent.shape[2])
-        z = self._attended(q_plain, q_turning, latent, turning, mask, ctx.places(latent.shape[2]))  # (B, H, L, value)
+        z = self._attended(q_plain, q_turning, latent, turning, mask, at)  # (B, H, L, value)
         return joined_heads(self, z, self.out)
 
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:

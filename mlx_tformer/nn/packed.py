@@ -195,6 +195,7 @@ class KeptKV(WindowKV):
         self._keep_first(keys, values)
         k, v = super().append(keys, values)
         lost = min(self.keep, self.length - k.shape[2])  # of the first tokens, those that the window has not got
+        self.apart = lost
         if not lost or self.first_keys is None or self.first_values is None:
             return k, v
         firsts = self.first_keys[..., :lost, :], self.first_values[..., :lost, :]

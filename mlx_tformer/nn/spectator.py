@@ -12,17 +12,24 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+Slots = range | tuple[int, ...]
+
+
+def slot_array(slots: Slots) -> mx.array:
+    """The same as an array, (N,)."""
+    return mx.arange(slots.start, slots.stop) if isinstance(slots, range) else mx.array(slots)
+
 
 @dataclass(frozen=True)
 class Places:
     """Where the queries and the keys of a call stand, counted from the first token of a batch, padding included.
 
-    left and keys_left (B,) count the padding in front of each row of the text of the queries and that of the keys,
-    which are one text unless a decoder looks at an encoder.
+    keys: a range, or one by one where some between are gone. left and keys_left (B,) count the padding in front of each
+    row of the text of the queries and that of the keys, which are one text unless a decoder looks at an encoder.
     """
 
     queries: range
-    keys: range
+    keys: Slots
     left: mx.array | None = None
     keys_left: mx.array | None = None
 

@@ -42,7 +42,7 @@ class Tokenizer:
 
     def __init__(self, loaded: Loaded):
         self.files: dict[str, bytes] = {}
-        """What it was read from, name -> content."""
+        """What stands beside the weights, with the tokenizer's own files, name -> content."""
         self._backend: Backend = loaded.backend
         self._where = loaded.where
         self.size = loaded.size
