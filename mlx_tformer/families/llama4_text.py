@@ -59,10 +59,8 @@ class WeighedBefore(Mixture):
     """Experts whose input, not output, is multiplied by the weight."""
 
     def routed(self, x: mx.array, weights: mx.array, chosen: mx.array) -> mx.array:
-        top = chosen.shape[-1]
-        x = mx.repeat(x, top, axis=0) * weights.reshape(-1, 1).astype(x.dtype)  # (N * top, C)
-        said = mx.unflatten(self.experts(x, chosen.reshape(-1, 1))[:, 0], 0, (-1, top))  # (N, top, C)
-        return tap(self, "said", said).sum(axis=1)
+        weighed = x[:, None] * weights[..., None].astype(x.dtype)  # (N, top, C)
+        return tap(self, "said", self.experts(weighed, chosen)).sum(axis=1)
 
 
 def model(c: Config) -> LM:
