@@ -133,7 +133,9 @@ class Config:
         self._read |= set(keys)
 
     def masks(self, types: list[str]) -> list[Mask]:
-        """The mask of each layer: `layer_types` if the config has them, else `types`."""
+        """The mask of each layer: `layer_types` if the config has them, else `types`. The size of a window that no
+        layer has is not looked at."""
+        self.ignore("sliding_window")
         kinds, layers = self.get("layer_types", types), len(types)
         if len(kinds) != layers:
             raise self.wrong("layer_types", f"{layers} entries, one for each layer")

@@ -11,13 +11,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import CASES, GOLDEN, config_of, expected, gap, golden, ids_of, leaves, limit, load, variant
+from helpers import CASES, GOLDEN, attentions, config_of, expected, gap, golden, ids_of, leaves, limit, load, variant
 
 import mlx_tformer.config
 from mlx_tformer.checkpoint.plan import build
 from mlx_tformer.errors import BadInput
 from mlx_tformer.families import family
-from mlx_tformer.nn import LM, Attention, Groups, Mixture, Position, Rope, ShiftedRMSNorm
+from mlx_tformer.nn import LM, Attention, Groups, Mixture, Position, Rope, ShiftedRMSNorm, Window
 from mlx_tformer.settings import HARMLESS
 
 Config = dict[str, Any]
@@ -327,6 +327,27 @@ def test_a_config_that_leaves_no_layer_its_experts_makes_a_dense_model(case: str
     config = config_of(case) | changes
     model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
     assert not any(isinstance(module, Mixture) for module in model.modules())
+
+
+@pytest.mark.parametrize("case", ["cohere2", "gemma2", "gemma3", "gpt_oss", "qwen3-window"])
+def test_a_config_in_which_no_layer_has_a_window_may_still_give_its_size(case: str) -> None:
+    config = config_of(case) | {"layer_types": ["full_attention"] * layers_of(config_of(case))}
+    model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
+    assert not any(isinstance(part, Window) for m in attentions(model) for part in m.mask.parts)
+
+
+STILL: list[tuple[str, Config]] = [
+    ("cohere2", {"layer_types": ["full_attention"] * 4}),
+    ("llama4-tempered", {"no_rope_layers": [0, 0], "layer_types": None}),
+    ("smollm3-layers", {"no_rope_layers": [0, 0, 0]}),
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), STILL, ids=[case for case, _ in STILL])
+def test_a_config_in_which_no_layer_turns_may_still_say_how_they_would(case: str, changes: Config) -> None:
+    config = config_of(case) | changes
+    model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
+    assert not any(isinstance(module, Rope) for module in model.modules())
 
 
 PATTERNS: list[tuple[str, Config]] = [

@@ -8,6 +8,7 @@ from ..names import Moved, Names, Transposed, first, joined
 from ..nn import LM, Attention, Experts, GatedMlp, Mixture, Position, Rope, Router, UnitRMSNorm
 from ..nn.position import places
 from ..nn.tap import Module, tap
+from ..settings import ROTARY
 from . import llama
 
 ABSENT = {
@@ -74,7 +75,7 @@ def model(c: Config) -> LM:
     chunked = c.get("attention_chunk_size") is not None
     masks = c.masks(["chunked_attention" if chunked and turns else "full_attention" for turns in turning])
     # Not all of these are needed where all layers are alike.
-    c.ignore("intermediate_size", "intermediate_size_mlp", "num_experts_per_tok")
+    c.ignore("intermediate_size", "intermediate_size_mlp", "num_experts_per_tok", "use_qk_norm", *ROTARY)
     c.ignore("router_jitter_noise", "for_llm_compressor", "attn_temperature_tuning", "attn_scale", "floor_scale")
 
     def position(layer: int) -> Position:

@@ -19,7 +19,7 @@ ABSENT = {
 
 
 def model(c: Config) -> LM:
-    bias, window = c.get("attention_bias", False), c["sliding_window"] if c["use_sliding_window"] else None
+    bias, window = c.get("attention_bias", False), c.get("sliding_window") if c["use_sliding_window"] else None
     mask = Causal() if window is None else Causal() & Window(window)
     c.ignore("sliding_window", "max_window_layers", "num_local_experts", *qwen2_moe.EITHER)
 
