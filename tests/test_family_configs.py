@@ -22,7 +22,10 @@ from mlx_tformer.settings import HARMLESS
 
 Config = dict[str, Any]
 CLASSES: dict[str, Config] = json.loads((GOLDEN / "defaults.json").read_text())
-DEFAULTS = {name: CLASSES[name] for name in {config_of(case)["model_type"]: case for case in CASES}}
+FOUND = {config_of(case)["model_type"]: case for case in CASES}
+NEW = sorted(FOUND.keys() - CLASSES.keys())
+assert not NEW, f"golden/defaults.json says nothing of {', '.join(NEW)}: run make.py defaults.json in golden/"
+DEFAULTS = {name: CLASSES[name] for name in FOUND}
 SCALED = ("yarn", "llama3", "longrope", "linear", "dynamic")
 
 
