@@ -85,3 +85,4 @@ def test_experts_latents_and_what_attention_adds_are_told() -> None:
 def test_a_model_that_widens_its_embedding_is_as_wide_as_its_layers() -> None:
     found = card(golden("opt-after"))
     assert (found.dim, golden("opt-after").embed.tokens.weight.shape[1]) == (32, 20)
+    assert next(line.shape for line in found.ledger[-1].lines if line.name == "decoder.norm") == ("B", "L", 20)

@@ -339,6 +339,15 @@ def test_a_config_in_which_no_layer_has_a_window_may_still_give_its_size(case: s
     assert not any(isinstance(part, Window) for m in attentions(model) for part in m.mask.parts)
 
 
+def test_deepseek_v3_turns_the_features_and_in_the_order_that_the_config_says(tmp_path: Path) -> None:
+    """transformers turns `head_dim` features where that is given, and takes a null for the order as no."""
+    given = config_of("deepseek_v3-yarn")
+    with pytest.raises(BadInput, match=f"head_dim: found 4, expected {given['qk_rope_head_dim']}"):
+        build(family("deepseek_v3"), mlx_tformer.config.Config(given | {"head_dim": 4}))
+    assert given["rope_interleave"] is False
+    assert not moved("deepseek_v3-yarn", variant("deepseek_v3-yarn", given | {"rope_interleave": None}, tmp_path))
+
+
 STILL: list[tuple[str, Config]] = [
     ("cohere2", {"layer_types": ["full_attention"] * 4}),
     ("llama4-tempered", {"no_rope_layers": [0, 0], "layer_types": None}),
