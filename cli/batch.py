@@ -37,14 +37,13 @@ class Line:
 
 def generate_batch(asked: "Request") -> None:
     """Do what was asked for."""
-    from .generate import FREED, decoder, loaded
+    from .generate import FREED, decoder, keeping, loaded
 
     if asked.prompt is not None or asked.as_json or asked.stats or asked.prompt_logprobs:
         raise click.UsageError("--batch reads its prompts from FILE and prints JSON lines; it goes without PROMPT, "
                                "--json, --stats and --prompt-logprobs")  # fmt: skip
-    if asked.prompt_cache is not None or asked.keeping["kv_start"] or asked.keeping["kv_keep"]:
-        problem = "--batch keeps no cache in a file, and keeps texts alike from their first token"
-        raise click.UsageError(f"{problem}; leave out --prompt-cache, --kv-start and --kv-keep")
+    if asked.prompt_cache is not None:
+        raise click.UsageError("--batch keeps no cache in a file; leave out --prompt-cache")
     if asked.draft is not None or asked.draft_tokens is not None:
         raise click.UsageError("--batch checks no guesses; leave out --draft and --draft-tokens")
     shape = constraints(asked.json_schema, asked.regex)
@@ -53,7 +52,7 @@ def generate_batch(asked: "Request") -> None:
     lines = [line_of(lm, asked, f"{asked.batch}: line {i + 1}", text, shape) for i, text in enumerate(texts)]
     from mlx_tformer.memory import bounded_cache, check_fits, wired
 
-    check_fits(lm.model, tokens=min(asked.limit, lm.context), dtype=lm.dtype)
+    check_fits(lm.model, tokens=min(asked.limit, lm.context), dtype=lm.dtype, how=keeping(asked))
     for told in lm.notes:
         note(told)
     done = 0 if asked.output is None else resumed(Path(asked.output), lines)
@@ -64,6 +63,8 @@ def generate_batch(asked: "Request") -> None:
         try:
             for index, result in continued(lm, asked, lines, done, shape):
                 out.write(json.dumps(as_dict(index, lines[index], result), ensure_ascii=in_ascii) + "\n")
+                if result.error is not None:
+                    note(f"{lines[index].where}: {result.error}")
                 done = index + 1
         except KeyboardInterrupt:
             again = "" if asked.output is None else "; the same command goes on from there"
@@ -83,8 +84,7 @@ def continued(
         max_tokens=asked.limit,
         stop=asked.stop,
         logprobs=asked.logprobs or 0,
-        kv_bits=asked.keeping["kv_bits"],
-        kv_size=asked.keeping["kv_size"],
+        **asked.keeping,
         names=[line.where for line in lines[done:]],
         **settings,
     )
@@ -153,6 +153,7 @@ def as_dict(index: int, line: Line, result: "Result") -> dict[str, Any]:
         "logprobs": [step.logprob for step in result.steps],
         "request": line.digest,
     }
+    found |= {} if result.error is None else {"error": result.error}
     return found | ({"top": [step.top for step in result.steps]} if any(step.top for step in result.steps) else {})
 
 

@@ -10,9 +10,10 @@ import mlx.core as mx
 from .config import Config
 from .errors import UsageError
 from .generation.batch import Request, Result, batch
-from .generation.generate import Generation, Prompt, generate
+from .generation.generate import Generation, generate
 from .generation.scoring import Score, score
 from .generation.settings import recommended
+from .generation.task import Prompt
 from .nn import LM, WHOLE, Cache, Keeping
 from .tokens import Tokenizer, Tokens
 
@@ -71,8 +72,9 @@ class LanguageModel:
 
     @property
     def recommended_sampling(self) -> dict[str, Any]:
-        """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty."""
-        return recommended(self.generation_config, self.origin)
+        """The settings that the model's authors recommend in `generation_config.json`, for `generate` and `batch`; may
+        be empty. Raises BadInput for what cannot be followed."""
+        return recommended(self.generation_config, self.origin, self.vocab, self.end_ids)
 
     def new_cache(self, context: int = 0, how: Keeping = WHOLE) -> Cache:
         """An empty cache, for a text that is planned to have `context` tokens; `how` much of it is kept."""

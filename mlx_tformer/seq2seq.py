@@ -11,10 +11,11 @@ from .errors import BadInput, UsageError
 from .families import family
 from .generation.beam import Search
 from .generation.conditioned import generate
-from .generation.generate import Generation, Prompt
+from .generation.generate import Generation
 from .generation.rule_configs import longest_of, rules_of
-from .generation.rules import Rules
+from .generation.rules import RULED, Started
 from .generation.settings import recommended
+from .generation.task import Prompt
 from .lm import NO_LIMIT, as_batch, check_ids
 from .nn import Cache, Seq2Seq
 from .tokens import Tokenizer, Tokens
@@ -22,8 +23,8 @@ from .tokens import Tokenizer, Tokens
 NEEDED = ("bos_token_id", "decoder_start_token_id", "eos_token_id")
 """Keys that are looked for in the config too: without them nothing can be written."""
 
-RULED = ("repetition_penalty", "min_tokens", "bad_words")
-"""Sampling settings that `Rules` has too."""
+ALSO_RULED = (*RULED, "min_tokens", "bad_words", "sequence_bias")
+"""Sampling settings that the configs' rules are about, or refuse."""
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Seq2SeqModel:
         return found or frozenset(() if self.tokenizer is None else self.tokenizer.end_ids)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> Started:
         """What the configs say about the tokens that come first, last, and never; raises BadInput for what cannot be
         followed."""
         return rules_of(self._setting, self.model.target_vocab, self._file)
@@ -109,7 +110,7 @@ class Seq2SeqModel:
     def recommended_sampling(self) -> dict[str, Any]:
         """The sampling settings that the model's authors recommend in `generation_config.json`; may be empty. What
         they say of repetitions, words and ends is in `rules`."""
-        return {k: v for k, v in recommended(self.generation_config, self.origin).items() if k not in RULED}
+        return {k: v for k, v in recommended(self.generation_config, self.origin).items() if k not in ALSO_RULED}
 
     @property
     def recommended_search(self) -> dict[str, Any]:

@@ -92,6 +92,20 @@ def test_texts_with_caches_that_keep_less_are_what_they_are_alone(
         assert tokens == alone(lm, one["prompt"], max_tokens=one["max_tokens"], stop_at_end=False, **keeping)
 
 
+@pytest.mark.parametrize("keeping", [{"kv_size": 6, "kv_keep": 2}, {"kv_bits": 4, "kv_start": 24}])
+def test_texts_that_keep_their_beginning_or_are_packed_late_are_what_they_are_alone(
+    keeping: dict[str, int], models: dict[str, mt.LanguageModel]
+) -> None:
+    lm = models["llama-gqa-tied"]
+    lengths = [10, 30, 6, 12, 26, 20, 8, 35, 14, 3]  # of 24 tokens at most, of more, and those that grow beyond
+    prompts = [prompt(lm, i, length) for i, length in enumerate(lengths)]
+    asked = {"max_tokens": 12, "stop_at_end": False}
+    wanted = [alone(lm, ids, **asked, **keeping) for ids in prompts]
+    for size in (1, 4):
+        assert [result.tokens for result in lm.batch(prompts, size=size, **asked, **keeping)] == wanted
+    assert wanted != [alone(lm, ids, **asked) for ids in prompts]
+
+
 @pytest.mark.parametrize("case", ["llama-gqa-tied", "jamba"])
 def test_a_seed_gives_the_same_text_alone_and_in_any_batch(case: str, models: dict[str, mt.LanguageModel]) -> None:
     lm = models[case]
@@ -206,6 +220,7 @@ def test_caches_that_join_and_part_give_the_logits_of_each_text(case: str) -> No
         ([[1]], {"logprobs": -1}, "logprobs: found -1"),
         ([[1]], {"heat": 1}, "prompt 0: heat: there is no such setting"),
         ([{"prompt": [1], "max_tokens": 0}], {}, "prompt 0: max_tokens: found 0"),
+        ([[1]], {"kv_keep": 2}, "kv_keep: it needs kv_size"),
         ("one", {}, "prompts: found a single one"),
     ],
 )

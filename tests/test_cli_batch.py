@@ -124,7 +124,8 @@ def test_a_line_that_cannot_be_meant_is_named(model: Path, tmp_path: Path, text:
     [
         (("--batch", "FILE", "a"), "--batch reads its prompts from FILE"),
         (("--batch", "FILE", "--json"), "--batch reads its prompts from FILE"),
-        (("--batch", "FILE", "--kv-bits", "8", "--kv-start", "4"), "--batch keeps no cache in a file"),
+        (("--batch", "FILE", "--prompt-cache", "x"), "--batch keeps no cache in a file"),
+        (("--batch", "FILE", "--kv-keep", "4"), "--kv-keep"),
         (("--output", "x", "a"), "--output is where --batch writes"),
         (("--batch", "FILE", "--batch-size", "0"), "--batch-size: found 0"),
         (("--batch", "nowhere.jsonl"), "nowhere.jsonl"),

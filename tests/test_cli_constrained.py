@@ -76,6 +76,18 @@ def test_files_that_are_not_there_are_one_line(model: Path, tmp_path: Path) -> N
     assert error_line(result, result.exit_code) and result.exit_code in (2, 3)
 
 
+def test_a_line_that_runs_into_a_dead_end_says_so_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "a"}, {"prompt": "b", "regex": "zzQ"}, {"prompt": "c"}]
+    file, out = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    result = invoke("generate", "-m", str(model), "-n", "5", "--batch", str(file), "--output", str(out))
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    dead = f"regex: after {len(found[1]['tokens'])} tokens, no token of the vocabulary may follow"
+    assert [line.get("error") for line in found] == [None, dead, None]
+    assert [line["finish"] for line in found] == ["length", "error", "length"] and set(found[1]["text"]) == {"z"}
+    assert result.exit_code == 0 and result.stderr.strip().endswith(f"{file}: line 2: {dead}")
+
+
 def test_an_encoder_is_no_draft_and_a_batch_takes_none(model: Path, tmp_path: Path) -> None:
     assert "--draft is for models that continue a text" in error_line(
         invoke("generate", "-m", str(model), "--draft", str(GOLDEN / "t5"), "a"), 2

@@ -21,6 +21,7 @@ SIGNS = [*'{}[]":,.-0123456789', "e", "n", "r", "t", "u", "a", "l", "s", "f", "\
 WHOLE = ['{"', '":', "true", "12", "al", "ab"]
 VOCAB = 67
 """Ids of the model, more than any of the tokenizers has."""
+DEAD = "regex: after 3 tokens, the other settings forbid every token that may follow"
 
 
 def byte_level() -> Tokenizer:
@@ -189,6 +190,43 @@ def test_a_batch_writes_what_each_would_alone(sampling: dict[str, Any]) -> None:
             list(alone)
             assert (result.text, result.tokens, result.finish) == (alone.text, alone.tokens, alone.finish)
     assert found[3].text == "true"
+
+
+def until_the_end(lm: mt.LanguageModel, **asked: Any) -> tuple[list[int], str | None, str | None]:
+    """What comes of a text alone: its tokens, why it ended, and the error if it ended with one."""
+    generation = lm.generate(**asked)
+    try:
+        return [step.token for step in generation], generation.finish, None
+    except UsageError as error:
+        return generation.tokens, "error", str(error)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.3, "top_k": 30}])
+def test_a_dead_end_is_the_end_of_its_own_text_alone(sampling: dict[str, Any]) -> None:
+    lm = MODELS["sentencepiece"]
+    everything_but = [[i] for i in range(1, VOCAB) if i != lm.tokenizer.id_of("a")]
+    own: list[dict[str, Any]] = [
+        {"regex": "[ab]{3,4}x"}, {}, {"regex": "aaab", "bad_words": everything_but}, {"regex": "[12]{9}"},
+        {"regex": "[12]{1,9}x", "max_tokens": 1}, {"regex": "[12]{9}x"}, {"regex": "true", "json_schema": None},
+        {"regex": "a12", "bad_words": [[lm.tokenizer.id_of(s)] for s in ("1", "12")], "stop": ["a"]},
+    ]  # fmt: skip
+    asked = [{"prompt": [7 + i, 3], "max_tokens": 20, **one, **sampling, "seed": i} for i, one in enumerate(own)]
+    wanted = [until_the_end(lm, **one) for one in asked]
+    for size in (1, 3, 8):
+        found = list(lm.batch([dict(one) for one in asked], size=size))
+        assert [(result.tokens, result.finish, result.error) for result in found] == wanted
+    ends = [finish for _, finish, _ in wanted]
+    assert ends == ["error", "length", "error", "end", "length", "error", "end", "stop"]
+    assert wanted[0][2] == f"regex: after {len(wanted[0][0])} tokens, no token of the vocabulary may follow"
+    assert wanted[2][::2] == ([lm.tokenizer.id_of("a")] * 3, DEAD)
+
+
+def test_a_text_that_cannot_begin_ends_without_a_token_and_alone_before_anything_is_read() -> None:
+    lm = MODELS["byte-level"]
+    with pytest.raises(UsageError, match="regex: after 0 tokens, no token of the vocabulary may follow"):
+        lm.generate([4], regex="x")
+    first, second = lm.batch([{"prompt": [4], "regex": "x"}, {"prompt": [5], "max_tokens": 3}])
+    assert (first.tokens, first.finish) == ([], "error") and len(second.tokens) == 3 and second.error is None
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}])

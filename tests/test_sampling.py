@@ -21,12 +21,12 @@ from mlx_tformer.generation.filters import (
     keep_top_p,
     keep_typical,
 )
+from mlx_tformer.generation.rules import rules_for
 from mlx_tformer.generation.sampling import Sampler, _History, best, filtered
 from mlx_tformer.generation.settings import Sampling, recommended, sampling_of
 
 SCORES = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15]))
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "sampling" / "expected.json").read_text())
-NAMES = {"bad_words_ids": "bad_words", "min_new_tokens": "min_tokens"}
 
 
 def kept(scores: mx.array) -> list[int]:
@@ -41,19 +41,21 @@ def row(values: Any) -> mx.array:
 
 
 def ours(settings: dict[str, Any]) -> Sampling:
-    """The settings of a reference case under our names."""
-    bias = {ids[0]: value for ids, value in settings.get("sequence_bias", [])}
-    rest = {NAMES.get(name, name): value for name, value in settings.items() if name != "sequence_bias"}
-    return Sampling(**{"temperature": 1.0, **rest}, logit_bias=bias).in_ids(None, len(REFERENCE["logits"][0]))
+    """What a generation config with the settings of a reference case recommends, in ids."""
+    config, vocab = {"do_sample": True, **settings}, len(REFERENCE["logits"][0])
+    return Sampling(**recommended(config, "a model", vocab, [REFERENCE["end"]])).in_ids(None, vocab)
 
 
 @pytest.mark.parametrize("case", REFERENCE["cases"], ids=lambda case: ", ".join(case["settings"]))
 def test_scores_are_those_of_transformers(case: dict[str, Any]) -> None:
     logits, rows = mx.array(REFERENCE["logits"]), [ours(case["settings"])] * len(REFERENCE["logits"])
-    history = _History(rows, REFERENCE["prompt"], mx.array([REFERENCE["end"]]), logits.shape[1])
-    for tokens in np.array(REFERENCE["written"]).T:
-        history.add(mx.array(tokens))
-    found = filtered(history.changed(logits, [2] * len(rows)), rows)
+    before, since = case["settings"].get("at", (4, 2))
+    limit, ends = case["settings"].get("max_new_tokens", 99), [REFERENCE["end"]]
+    prompts, rules = [ids[:before] for ids in REFERENCE["prompt"]], rules_for(rows[0], before, limit, ends)
+    history = _History(rows, prompts, mx.array(ends), logits.shape[1], rules=[rules] * len(rows))
+    for at in range(since):
+        history.add(mx.array(REFERENCE["written"])[:, at])
+    found = filtered(history.changed(logits, [since] * len(rows)), rows)
     wanted = np.array([[-np.inf if x is None else x for x in scores] for scores in case["scores"]])
     np.testing.assert_allclose(np.array(found), wanted, atol=2e-5)
 

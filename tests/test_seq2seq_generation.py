@@ -20,7 +20,7 @@ import mlx_tformer as mt
 from mlx_tformer.errors import BadInput, UsageError
 from mlx_tformer.generation import Found, Generation
 from mlx_tformer.generation.beam import BeamDecoder, Search
-from mlx_tformer.generation.rules import Rules
+from mlx_tformer.generation.rules import Rules, Started
 from mlx_tformer.nn import Cache, Position
 
 BEAMS: list[dict[str, Any]] = json.loads((GOLDEN / "beams.json").read_text())
@@ -117,7 +117,7 @@ def test_a_search_with_enough_beams_finds_the_best_text_of_all(penalty: float) -
 
     best = max(texts(limit, 2), key=score)
     search = Search(81, penalty, "never")
-    decoder = BeamDecoder(Table(limit), Rules(0), search, frozenset([2]), limit)
+    decoder = BeamDecoder(Table(limit), Started(start=0, limit=limit), search, frozenset([2]))
     found = list(decoder)
     assert tuple(token for token, *_ in found) == best
     assert decoder.score == pytest.approx(score(best), abs=1e-6)
@@ -214,8 +214,8 @@ def test_no_sequence_of_tokens_comes_that_is_there_already(n: int) -> None:
     source = (0, 1, 2, 2, 1, 7, 1, 7)  # of which the decoder cannot write 7
     for length in range(1, 14):
         ids = texts[:, :length]
-        same = Rules(0, ngram=n).apply(mx.zeros((4, 3)), ids, limit=99).tolist()
-        theirs = Rules(0, source_ngram=n, source=source).apply(mx.zeros((4, 3)), ids, limit=99).tolist()
+        same = Rules(ngram=n).apply(mx.zeros((4, 3)), ids).tolist()
+        theirs = Rules(source_ngram=n, source=source).apply(mx.zeros((4, 3)), ids).tolist()
         for row, text in enumerate(ids.tolist()):
             for token in range(3):
                 for found, of in ((same, text), (theirs, list(source))):
@@ -252,6 +252,25 @@ def test_repetitions_are_what_the_caller_says_else_the_config(beams: int) -> Non
     for wrong in ({"no_repeat_ngram_size": -1}, {"repetition_penalty": 0}):
         with pytest.raises(UsageError, match=f"{next(iter(wrong))}: found"):
             text(config, **wrong)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_other_rules_are_what_the_caller_says_else_the_config(beams: int) -> None:
+    def text(model: mt.Seq2SeqModel, **given: Any) -> list[int]:
+        made = model.generate(**source("t5", 0), beams=beams, max_tokens=6, **given)
+        return [step.token for step in made]
+
+    plain = text(ruled("t5"))
+    rules = {"suppress_tokens": plain[1:2], "begin_suppress_tokens": plain[:1], "min_length": 7, "eos_token_id": 31}
+    strict = text(ruled("t5", **rules, forced_eos_token_id=9))
+    assert plain[0] != strict[0] and plain[1] not in strict and len(strict) == 6 and strict[-1] == 9
+    own = {name: value for name, value in rules.items() if name != "eos_token_id"}
+    assert text(ruled("t5", eos_token_id=31), **own, forced_eos_token_id=9) == strict
+    none = {"suppress_tokens": [], "begin_suppress_tokens": (), "min_length": 0, "forced_eos_token_id": ()}
+    assert text(ruled("t5", **rules, forced_eos_token_id=9), **none) == text(ruled("t5", eos_token_id=31))
+    assert text(ruled("t5"), forced_bos_token_id=7)[0] == text(ruled("t5", forced_bos_token_id=8), first=7)[0] == 7
+    with pytest.raises(UsageError, match="suppress_tokens: found id 131"):
+        text(ruled("t5"), suppress_tokens=[131])
 
 
 def test_a_prompt_of_several_texts_or_one_that_is_too_long_is_refused() -> None:

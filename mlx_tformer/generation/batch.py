@@ -16,10 +16,12 @@ from ..errors import UsageError
 from ..nn import Cache, Keeping
 from ..nn.keeping import WHOLE
 from .decode import CHUNK, Decoder, NotANumber
-from .generate import Prompt, Step, Transcript, check_logprobs, encoder, prompt_ids, transcript_of
+from .generate import check_logprobs
+from .grammar import DeadEnd
 from .sampling import Chosen, Sampler
 from .scores import top_of
-from .settings import Sampling, sampling_of
+from .task import Prompt, Task, sampler_of, task_of
+from .transcript import Step
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
@@ -40,6 +42,8 @@ class Result:
     """Its place among the prompts."""
     prompt: list[int]
     steps: list[Step] = field(default_factory=list)
+    error: str | None = None
+    """What went wrong, if `finish` is "error": nothing may follow by its schema or regex, though that is not all."""
 
     @property
     def tokens(self) -> list[int]:
@@ -53,7 +57,9 @@ class Result:
 
     @property
     def finish(self) -> str | None:
-        """Why it ended."""
+        """Why it ended, "error" included."""
+        if self.error is not None:
+            return "error"
         return self.steps[-1].finish if self.steps else None
 
 
@@ -65,17 +71,21 @@ def batch(
     logprobs: int = 0,
     names: Sequence[str] | None = None,
     kv_bits: int | None = None,
+    kv_start: int = 0,
     kv_size: int | None = None,
+    kv_keep: int = 0,
     **settings: Any,
 ) -> Iterator[Result]:
     """Continue each of `prompts`, `size` at a time; results come in the order of the prompts, each when it is done.
 
     A prompt is what `generate` takes, or a mapping with a "prompt" and settings that are its own. settings: max_tokens,
-    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. kv_bits, kv_size: what the cache
-    keeps of each text, see `Keeping`. Prompts are taken as they are needed.
+    stop, stop_at_end, json_schema, regex and those of `Sampling`, as in `generate`. kv_bits, kv_start, kv_size,
+    kv_keep: what the cache keeps of each text, see `Keeping`; with `kv_keep` texts are written one by one, and so are
+    those that grow beyond `kv_start`. Prompts are taken as they are needed.
 
     Raises UsageError as `generate` does when the turn of a prompt comes, with its name if there are `names`, else with
-    its number.
+    its number. A text that its schema or regex leads into a dead end ends there, with `Result.error`, and the others
+    go on.
 
     >>> import mlx_tformer as mt
     >>> lm = mt.load("shakespeare")
@@ -87,7 +97,7 @@ def batch(
     check_logprobs(logprobs, lm.vocab)
     if isinstance(prompts, str | mx.array | Mapping):
         raise UsageError("prompts: found a single one, expected several, as in a list")
-    how = Keeping(bits=kv_bits, size=kv_size)
+    how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
     return _in_order(_Batch(lm, _rows(lm, prompts, settings, names), size, logprobs, how))
 
 
@@ -96,8 +106,7 @@ class _Row:
     """A text on its way."""
 
     result: Result
-    transcript: Transcript
-    sampling: Sampling
+    task: Task
 
     @property
     def text(self) -> list[int]:
@@ -106,14 +115,17 @@ class _Row:
     @property
     def last(self) -> bool:
         """Whether the token that is under way is the last that may come."""
-        return self.transcript.tokens + 1 >= self.transcript.limit
+        return self.task.transcript.tokens + 1 >= self.task.transcript.limit
 
     def add(self, token: int, logprob: float, top: Any) -> bool:
         """Take a token; True if the text has ended."""
         if math.isnan(logprob):
             place = f"prompt {self.result.index}: the logits after token {len(self.text)}"
             raise NotANumber(f"{place} are not numbers; try another dtype")
-        self.result.steps.append(self.transcript.add(token, logprob, top))
+        try:
+            self.result.steps.append(self.task.transcript.add(token, logprob, top))
+        except DeadEnd as error:
+            self.result.error = str(error)
         return self.result.finish is not None
 
 
@@ -131,13 +143,10 @@ def _row(lm: "LanguageModel", index: int, request: Request, settings: Mapping[st
     own = dict(request) if isinstance(request, Mapping) else {"prompt": request}
     if "prompt" not in own:
         raise UsageError("found no prompt in it")
-    ids = prompt_ids(lm, own.pop("prompt"))
-    asked = {**settings, **own}
-    names = ("max_tokens", "stop", "stop_at_end", "json_schema", "regex")
-    transcript = transcript_of(lm, ids, **{name: asked.pop(name) for name in names if name in asked})
-    sampling = sampling_of(asked).in_ids(encoder(lm.tokenizer), lm.vocab)
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed  # the same in every batch that it is in
-    return _Row(Result(index, ids), transcript, replace(sampling, seed=seed))
+    task = task_of(lm, own.pop("prompt"), {**settings, **own})
+    if task.sampling.seed is None:  # the same in every batch that it is in
+        task = replace(task, sampling=replace(task.sampling, seed=secrets.randbits(63)))
+    return _Row(Result(index, task.ids), task)
 
 
 def _in_order(results: Iterable[Result]) -> Iterator[Result]:
@@ -177,12 +186,13 @@ class _Batch:
         new: list[tuple[Decoder, Chosen]] = []
         while self.next is not None and len(self.rows) < self.size and self._near(self.next):
             row = self.next
-            ids, planned = row.result.prompt, self._planned(row)
-            decoder = Decoder(self.lm.model, ids, self._sampler([row]), planned=planned, how=self.how)
-            if self.rows and (not decoder.steady or self._regime(row) != self._regime(self.rows[0])):
+            sampler, planned = self._sampler([row]), row.task.planned
+            decoder = Decoder(self.lm.model, row.task.ids, sampler, planned=planned, how=self.how)
+            shares = decoder.steady and self._shares(row)
+            if self.rows and (not shares or self._regime(row) != self._regime(self.rows[0])):
                 break
             self.next = next(self.waiting, None)
-            if decoder.steady:
+            if shares:
                 self.rows.append(row)
                 new.append((decoder, decoder.begin()))
             else:
@@ -194,12 +204,18 @@ class _Batch:
         """Whether the first text that is not done is near enough: all behind it have to wait for it."""
         return not self.rows or row.result.index < min(r.result.index for r in self.rows) + AHEAD * self.size
 
-    def _planned(self, row: _Row) -> int:
-        return len(row.result.prompt) + row.transcript.limit
+    def _shares(self, row: _Row) -> bool:
+        """Whether a text can share a cache: not where its first tokens are kept apart, which stand elsewhere in every
+        row, and not where it is packed on the way, when others are not."""
+        how = self.how
+        crosses = how.bits is not None and len(row.task.ids) <= how.start < row.task.planned
+        return not how.keep and not crosses
 
     def _regime(self, row: _Row) -> list[int]:
-        """How positions are scaled in a text: only texts for which that is the same can share a cache."""
-        return [position.regime(self._planned(row)) for position in self._scaled]
+        """How positions are scaled in a text, and whether it is packed: only texts for which that is the same can share
+        a cache."""
+        packed = self.how.bits is not None and row.task.planned > self.how.start
+        return [packed, *(position.regime(row.task.planned) for position in self._scaled)]
 
     def _join(self, new: Sequence[tuple[Decoder, Chosen]]) -> None:
         caches, chosen = [decoder.cache for decoder, _ in new], [first for _, first in new]
@@ -253,10 +269,7 @@ class _Batch:
 
     def _sampler(self, rows: Sequence[_Row]) -> Sampler:
         """What chooses the next tokens of rows, whose tokens have all been read."""
-        end_ids = [i for i in self.lm.end_ids if 0 <= i < self.lm.vocab]
-        prompts, written = [row.result.prompt for row in rows], [row.result.tokens for row in rows]
-        samplings, grammars = [row.sampling for row in rows], [row.transcript.grammar for row in rows]
-        return Sampler(samplings, prompts, written=written, end_ids=end_ids, top=self.top, grammars=grammars)
+        return sampler_of([row.task for row in rows], [row.result.tokens for row in rows], self.top)
 
 
 def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:
@@ -264,7 +277,7 @@ def _of_rows(chosen: Chosen, rows: Sequence[int]) -> Chosen:
 
 
 def _alone(row: _Row, decoder: Decoder) -> Result:
-    """The whole of a text whose positions change their scale on the way, so that it has to be read again."""
+    """The whole of a text that cannot share a cache, as when its positions change their scale on the way."""
     for step in decoder:
         if row.add(*step):
             break

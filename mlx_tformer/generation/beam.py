@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import UsageError
 from ..nn import Cache
 from .decode import NotANumber, Writer
-from .rules import Rules
+from .rules import Started
 from .scores import Top
 
 
@@ -65,11 +65,9 @@ class BeamDecoder:
     """One search; going through it gives the tokens of the best text and their log-probabilities, all at the end."""
 
     model: Writer
-    rules: Rules
+    rules: Started
     search: Search
     end_ids: frozenset[int]
-    limit: int
-    """Tokens that a text has at most."""
     cache: Cache = field(init=False)
     score: float | None = None
     """Of the text that was found."""
@@ -87,9 +85,9 @@ class BeamDecoder:
     def _found(self) -> list[tuple[float, Beam]]:
         """The complete texts with their scores, the best first."""
         begun, beams, complete = time.perf_counter(), [Beam()], list[tuple[float, Beam]]()
-        for at in range(self.limit):
+        for at in range(self.rules.limit):
             longer = self._continued(beams, self._scores(beams))
-            ended = [beam.tokens[-1] in self.end_ids or at + 1 == self.limit for beam in longer]
+            ended = [beam.tokens[-1] in self.end_ids or at + 1 == self.rules.limit for beam in longer]
             best = zip(longer[: self.search.beams], ended, strict=False)
             complete += [(self.search.score(beam.total, at + 1), beam) for beam, end in best if end]
             complete = sorted(complete, key=lambda found: -found[0])[: self.search.beams]
@@ -106,7 +104,7 @@ class BeamDecoder:
         """Log-probabilities (N, V) of what follows each beam, by the model and the rules."""
         ids = mx.array([[self.rules.start, *beam.tokens] for beam in beams])
         logits = self.model(ids[:, -1:], self.cache)[:, -1].astype(mx.float32)
-        return self.rules.apply(logits - mx.logsumexp(logits, axis=-1, keepdims=True), ids, self.limit)
+        return self.rules.apply(logits - mx.logsumexp(logits, axis=-1, keepdims=True), ids)
 
     def _continued(self, beams: Sequence[Beam], scores: mx.array) -> list[Beam]:
         """The best continuations of all beams together, the best first: so many that, even if the best ones of all
@@ -135,4 +133,4 @@ class BeamDecoder:
         if self.search.early_stopping is True:
             return True
         patient = self.search.early_stopping == "never" and self.search.length_penalty > 0
-        return self.search.score(best.total, self.limit if patient else length) <= complete[-1][0]
+        return self.search.score(best.total, self.rules.limit if patient else length) <= complete[-1][0]

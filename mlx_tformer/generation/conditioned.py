@@ -1,6 +1,6 @@
 """Texts of encoder-decoder models: a source is read once, and the decoder writes while it looks at that."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,12 @@ from ..errors import UsageError
 from ..nn import WHOLE, Cache, Keeping, Position, Seq2Seq
 from .beam import BeamDecoder, Search
 from .decode import Decoder
-from .generate import Generation, Prompt, Stats, Step, Transcript, check_max_tokens, checked_ids, encoder, steps
-from .rules import Rules
-from .sampling import Chosen, Sampler
-from .settings import sampling_of
+from .generate import Generation, Stats, steps
+from .rules import RULED, Started
+from .sampling import Sampler
+from .settings import Sampling, sampling_of
+from .task import Prompt, check_max_tokens, checked_ids, encoder
+from .transcript import Step, Transcript
 
 if TYPE_CHECKING:
     from ..seq2seq import Seq2SeqModel
@@ -57,26 +59,6 @@ class Conditioned:
         return []
 
 
-@dataclass
-class Ruled:
-    """A sampler that keeps to rules about what may come; the text so far stays on the device."""
-
-    sampler: Sampler
-    rules: Rules
-    limit: int
-    ids: mx.array = field(init=False)
-    """The start and the text so far, (1, L)."""
-
-    def __post_init__(self) -> None:
-        self.ids = mx.array([[self.rules.start]])
-
-    def __call__(self, logits: mx.array) -> Chosen:
-        """logits (1, V) of the next token -> its id, and log-probabilities among those that may come."""
-        chosen = self.sampler(self.rules.apply(logits.astype(mx.float32), self.ids, self.limit))
-        self.ids = mx.concatenate([self.ids, chosen.token.astype(self.ids.dtype)[:, None]], axis=1)
-        return chosen
-
-
 def generate(
     lm: "Seq2SeqModel",
     prompt: Prompt,
@@ -89,8 +71,6 @@ def generate(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     first: int | str | None = None,
-    no_repeat_ngram_size: int | None = None,
-    repetition_penalty: float | None = None,
     logprobs: int = 0,
     **sampling: Any,
 ) -> Generation:
@@ -101,39 +81,31 @@ def generate(
     the configs say (`max_new_tokens`, else `max_length` less the start), and 100 where they say nothing. beams,
     length_penalty, early_stopping: see `Search`; with more than one beam the most likely text is searched for, and
     all steps come at the end. first: the token that the text begins with, an id or a special token such as the code
-    of a language (None: what the configs say). no_repeat_ngram_size: no sequence of so many tokens comes twice (0: any
-    may; None: what the configs say); repetition_penalty likewise, see `Sampling`. The configs also say what the decoder
-    begins with, which token is the last where `max_tokens` cuts a text off (not without `stop_at_end`), and which never
-    come; see `Rules`.
+    of a language (None: what the configs say).
+
+    The configs also say what the decoder begins with, which token is the last where `max_tokens` cuts a text off (not
+    without `stop_at_end`), which tokens never come and what may not be repeated, see `Rules`. What of this is a setting
+    too (`no_repeat_ngram_size`, `repetition_penalty`, `suppress_tokens` and others, see `RULED`) can be given instead.
 
     Raises UsageError for settings that cannot be meant, an empty source, ids that the model does not have, and a source
     that is longer than its positions; BadInput for configs that cannot be followed.
     """
-    rules = replace(lm.rules, ends=tuple(sorted(lm.end_ids)))
-    max_tokens = (lm.recommended_length or LENGTH) if max_tokens is None else max_tokens
-    check_max_tokens(max_tokens)
     ids, search = checked_ids(lm, prompt), Search(beams, length_penalty, early_stopping)
-    chance = [name for name, value in {**sampling, "logprobs": logprobs}.items() if value]
-    if beams > 1 and chance:
-        raise UsageError(f"{chance[0]}: found with {beams} beams, expected one or the other")
     if len(ids) > lm.context:
         raise UsageError(f"prompt: it has {len(ids)} tokens, and the model has positions for {lm.context}")
-    limit = min(max_tokens, lm.context)
-    end_ids = lm.end_ids if stop_at_end else frozenset()
-    given: dict[str, Any] = {} if first is None else {"first": first_id(lm, first)}
-    given |= _repeating(no_repeat_ngram_size, repetition_penalty)
-    rules = replace(rules, source=tuple(ids), last=rules.last if stop_at_end else (), **given)
+    _check_beams(beams, {**sampling, "logprobs": logprobs})
+    settings, rules = _divided(lm, sampling, {} if first is None else {"first": first_id(lm, first)})
+    rules = replace(rules, source=tuple(ids), limit=_limit(lm, max_tokens), last=rules.last if stop_at_end else ())
     model = Conditioned(lm.model, mx.array([ids]), _mask(attention_mask, len(ids)))
-    stats = Stats(prompt_tokens=len(ids))
+    stats, end_ids = Stats(prompt_tokens=len(ids)), lm.end_ids if stop_at_end else frozenset()
     stream = None if lm.tokenizer is None else lm.tokenizer.stream(skip_special=True)
-    transcript = Transcript(stream, limit, end_ids, stop)
-    if beams == 1:
-        chosen = sampling_of(sampling).in_ids(encoder(lm.tokenizer), lm.model.target_vocab)
-        sampler = Sampler(chosen, [[rules.start]], end_ids=sorted(lm.end_ids), top=logprobs)
-        decoder = Decoder(model, [rules.start], Ruled(sampler, rules, limit), planned=1 + limit)
-        return Generation(steps(decoder, transcript, stats), ids, stats)
-    searching = BeamDecoder(model, rules, search, end_ids, limit)
-    return Found(steps(searching, transcript, stats), ids, stats, searching)
+    transcript = Transcript(stream, rules.limit, end_ids, stop)
+    if beams > 1:
+        searching = BeamDecoder(model, rules, search, end_ids)
+        return Found(steps(searching, transcript, stats), ids, stats, searching)
+    sampler = Sampler(settings, [[rules.start]], end_ids=rules.ends, top=logprobs, rules=[rules])
+    decoder = Decoder(model, [rules.start], sampler, planned=1 + rules.limit)
+    return Generation(steps(decoder, transcript, stats), ids, stats)
 
 
 class Found(Generation):
@@ -162,16 +134,27 @@ def first_id(lm: "Seq2SeqModel", first: int | str) -> int:
     return found
 
 
-def _repeating(ngram: int | None, penalty: float | None) -> dict[str, Any]:
-    """The rules about repeating that a caller gives; raises UsageError for what cannot be meant."""
-    found: dict[str, Any] = {}
-    if penalty is not None:
-        found["penalty"] = sampling_of({"repetition_penalty": penalty}).repetition_penalty
-    if ngram is not None:
-        if isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 0:
-            raise UsageError(f"no_repeat_ngram_size: found {ngram}, expected a whole number of 0 or more")
-        found["ngram"] = ngram
-    return found
+def _limit(lm: "Seq2SeqModel", max_tokens: int | None) -> int:
+    """Tokens that a text may have."""
+    max_tokens = (lm.recommended_length or LENGTH) if max_tokens is None else max_tokens
+    check_max_tokens(max_tokens)
+    return min(max_tokens, lm.context)
+
+
+def _check_beams(beams: int, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings that leave something to chance, which a search does not."""
+    chance = [name for name, value in settings.items() if value and name not in RULED]
+    if beams > 1 and chance:
+        raise UsageError(f"{chance[0]}: found with {beams} beams, expected one or the other")
+
+
+def _divided(lm: "Seq2SeqModel", given: Mapping[str, Any], forced: Mapping[str, Any]) -> tuple[Sampling, Started]:
+    """What is left to the sampler, in ids, and the rules: those of the configs, with what the caller says instead."""
+    said = {name: value for name, value in given.items() if value is not None or name not in RULED}
+    settings = sampling_of(said).in_ids(encoder(lm.tokenizer), lm.model.target_vocab)
+    ends = tuple(sorted(i for i in lm.end_ids if 0 <= i < lm.model.target_vocab))
+    rules = replace(lm.rules, ends=ends).changed(settings, said.keys() & RULED.keys())
+    return replace(settings, repetition_penalty=1.0), replace(rules, **forced)
 
 
 def _mask(attention_mask: mx.array | None, length: int) -> mx.array | None:

@@ -1,46 +1,27 @@
 """Generation as callers see it: a prompt and settings in, steps of text out."""
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
 from ..errors import UsageError
 from ..memory import check_fits
 from ..nn import Cache, Keeping
-from ..tokens import TextStream, Tokenizer, Tokens
 from .decode import Decoder
 from .drafts import draft_for
-from .grammar import Grammar, Schema, grammar_for
 from .sampling import Sampler
 from .scores import PromptScores, TokenScore, Top
-from .settings import Encode, sampling_of
 from .speculate import MOST, Speculation, Speculator
-from .stopping import StopStrings
+from .task import Prompt, sampler_of, task_of
+from .transcript import Step, Transcript
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
     from .prompt_cache import PromptCache
-
-Prompt = str | Sequence[int] | mx.array
-
-
-@dataclass(frozen=True)
-class Step:
-    """One token: its text as far as it is safe to show, its id, its log-probability, and in the last step why it is
-    the last."""
-
-    text: str
-    token: int
-    logprob: float
-    finish: str | None = None
-    """None, or "end" (an end token, or all that a schema or regex allows is written), "stop" (a stop string), "length"
-    (max_tokens or the context). What a schema or regex allows is whole after "end"; else it is a beginning of that."""
-    top: Top = ()
-    """The likeliest tokens in its place, (id, log-probability), the best first: as many as were asked for."""
 
 
 @dataclass
@@ -108,9 +89,6 @@ def generate(
     lm: "LanguageModel",
     prompt: Prompt,
     *,
-    max_tokens: int = 100,
-    stop: Sequence[str] = (),
-    stop_at_end: bool = True,
     logprobs: int = 0,
     prompt_logprobs: bool = False,
     watch: AbstractContextManager[object] | None = None,
@@ -121,132 +99,65 @@ def generate(
     kv_size: int | None = None,
     kv_keep: int = 0,
     memory: "PromptCache | None" = None,
-    json_schema: Schema | None = None,
-    regex: str | None = None,
-    **sampling: Any,
+    **settings: Any,
 ) -> Generation:
-    """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens.
+    """Continue `prompt` (text, ids, or an array of shape (L,) or (1, L)) by up to `max_tokens` tokens (100).
 
-    sampling: temperature, top_k, seed and the others, see `Sampling`; without any, the best token is taken each time.
-    stop: strings at which the text ends, not shown themselves. stop_at_end: end at the model's end tokens. logprobs:
-    how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in `Generation.prompt_scores` what the
-    model thought of the prompt. watch: what to look with while the model runs, and only then, such as
-    `inspect.stats()`; it is entered for each step. The model is one token ahead, so that what it did with a token is
-    seen by the time the token comes, unless it is the last. draft: guess tokens that the model then checks several at a
-    time: "lookup" in the text itself, "ahead" with the model's own module for that, or another model with the same
-    tokens; up to `draft_tokens` at a time. The text is as likely as without, and the same at temperature 0. kv_bits,
-    kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what earlier generations have read, of
-    which the common beginning is not read again, and which learns this one. json_schema, regex: write nothing but JSON
-    of this schema, or text that this expression matches as a whole (with `llguidance`); where `max_tokens`, the context
-    or a stop string end it before, it is a beginning of such a text, and `Step.finish` is "length" or "stop".
+    settings: what the text may be (max_tokens, stop, stop_at_end, json_schema, regex), see `task.transcript_of`, and
+    how tokens are chosen (temperature, top_k, seed and others), see `Sampling`; without any, the best one each time.
+
+    logprobs: how many of the likeliest tokens to tell in `Step.top`. prompt_logprobs: tell in
+    `Generation.prompt_scores` what the model thought of the prompt. watch: what to look with while the model runs, and
+    only then, such as `inspect.stats()`; it is entered for each step. The model is one token ahead, so that what it did
+    with a token is seen by the time the token comes, unless it is the last. draft, draft_tokens: guess tokens, see
+    `guessing`. kv_bits, kv_start, kv_size, kv_keep: what the cache keeps, see `Keeping`. memory: what earlier
+    generations have read, of which the common beginning is not read again, and which learns this one.
 
     Raises UsageError for settings that cannot be meant, an empty prompt, ids that the model does not have, and a
     prompt that leaves no room in the model's context; MemoryRefusal, before anything is read, where the cache does not
     fit this machine.
 
     >>> import mlx_tformer as mt
-    >>> lm = mt.load("shakespeare")
-    >>> steps = list(lm.generate("ROMEO:", max_tokens=5))
-    >>> len(steps), steps[-1].finish
+    >>> generation = mt.load("shakespeare").generate("ROMEO:", max_tokens=5)
+    >>> len(list(generation)), generation.finish
     (5, 'length')
     """
     check_logprobs(logprobs, lm.vocab)
-    ids = prompt_ids(lm, prompt)
-    transcript = transcript_of(lm, ids, max_tokens, stop, stop_at_end, json_schema, regex)
-    how = Keeping(kv_bits, kv_start, kv_size, kv_keep)
-    check_fits(lm.model, tokens=len(ids) + transcript.limit, dtype=lm.dtype, how=how)
+    task, how = task_of(lm, prompt, settings), Keeping(kv_bits, kv_start, kv_size, kv_keep)
+    task.transcript.check()
+    check_fits(lm.model, tokens=task.planned, dtype=lm.dtype, how=how)
+    ids, sampler = task.ids, sampler_of([task], top=logprobs)
     scores = PromptScores(ids, logprobs) if prompt_logprobs else None
-    sampler = sampler_for(lm, ids, sampling, logprobs, transcript.grammar)
     given = None if memory is None or prompt_logprobs else memory.matching(lm, ids, how)
-    planned = len(ids) + transcript.limit
-    decoder = Decoder(lm.model, ids, sampler, planned=planned, scores=scores, how=how, given=given)
+    decoder = Decoder(lm.model, ids, sampler, planned=task.planned, scores=scores, how=how, given=given)
     stats = Stats(prompt_tokens=len(ids), known_tokens=decoder.cache.length)
-    chosen: Chosen = decoder
-    if draft is not None:
-        guesses = draft_for(draft if isinstance(draft, str) else draft.model, lm.model, sampler, planned, draft_tokens)
-        if decoder.steady:
-            chosen = Speculator(decoder, lm.model, sampler, guesses, draft_tokens, stats.speculation)
-    return Generation(_learning(steps(chosen, transcript, stats, watch), decoder, memory), ids, stats, scores)
+    made = decoder if draft is None else guessing(lm, decoder, sampler, draft, draft_tokens, stats.speculation)
+    return Generation(_learning(steps(made, task.transcript, stats, watch), decoder, memory), ids, stats, scores)
+
+
+def guessing(
+    lm: "LanguageModel",
+    decoder: Decoder,
+    sampler: Sampler,
+    draft: "str | LanguageModel",
+    count: int,
+    counts: Speculation,
+) -> "Chosen":
+    """What writes as `decoder` does, but guesses tokens that the model then checks several at a time; `counts` learns
+    how many were right.
+
+    draft: guess "lookup" in the text itself, "ahead" with the model's own module for that, or with another model with
+    the same tokens; up to `count` at a time. The text is as likely as without, and the same at temperature 0. Raises
+    UsageError for a draft that is none of these, or does not go with the model.
+    """
+    guesses = draft_for(draft if isinstance(draft, str) else draft.model, lm.model, sampler, decoder.planned, count)
+    return Speculator(decoder, lm.model, sampler, guesses, count, counts) if decoder.steady else decoder
 
 
 def check_logprobs(count: int, vocab: int) -> None:
     """Raise UsageError for a number of likeliest tokens that there cannot be."""
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= vocab:
         raise UsageError(f"logprobs: found {count}, expected a whole number from 0 to {vocab}")
-
-
-def transcript_of(
-    lm: "LanguageModel",
-    ids: Sequence[int],
-    max_tokens: int = 100,
-    stop: Sequence[str] = (),
-    stop_at_end: bool = True,
-    json_schema: Schema | None = None,
-    regex: str | None = None,
-) -> "Transcript":
-    """The text that may follow a prompt of `ids`; raises UsageError for settings that cannot be meant."""
-    check_max_tokens(max_tokens)
-    end_ids = lm.end_ids if stop_at_end else frozenset()
-    grammar = grammar_for(lm, json_schema, regex, sorted(end_ids))
-    # Spaces that are removed later are none that a grammar knows of.
-    stream = None if lm.tokenizer is None else lm.tokenizer.stream(clean=grammar is None)
-    return Transcript(stream, min(max_tokens, lm.context - len(ids)), end_ids, stop, grammar)
-
-
-def check_max_tokens(max_tokens: int) -> None:
-    """Raise UsageError for a number of tokens that cannot be meant."""
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise UsageError(f"max_tokens: found {max_tokens}, expected a whole number of 1 or more")
-
-
-def sampler_for(
-    lm: "LanguageModel", ids: Sequence[int], settings: Mapping[str, Any], top: int = 0, grammar: Grammar | None = None
-) -> Sampler:
-    """What chooses the tokens after a prompt of `ids`, by these settings of `Sampling`."""
-    sampling = sampling_of(settings).in_ids(encoder(lm.tokenizer), lm.vocab)
-    end_ids = [i for i in lm.end_ids if 0 <= i < lm.vocab]
-    return Sampler(sampling, [ids], end_ids=end_ids, top=top, grammars=[grammar])
-
-
-def encoder(tokenizer: Tokenizer | None) -> Encode | None:
-    """Ids of texts as they occur inside of others, if there is a tokenizer."""
-    return None if tokenizer is None else lambda text: tokenizer.encode(text, special=True, add_bos=False)
-
-
-def prompt_ids(lm: "LanguageModel", prompt: Prompt) -> list[int]:
-    """The ids of a prompt in any form, checked against the model's vocabulary and context."""
-    ids = checked_ids(lm, prompt)
-    if len(ids) >= lm.context:
-        problem = f"prompt: it has {len(ids)} tokens, and the model's context of {lm.context} leaves no room"
-        raise UsageError(problem)
-    return ids
-
-
-class Reader(Protocol):
-    """A model that knows ids up to `vocab`, and those of a text."""
-
-    @property
-    def vocab(self) -> int: ...
-
-    def tokens(self, text: str) -> Tokens: ...
-
-
-def checked_ids(lm: Reader, prompt: Prompt) -> list[int]:
-    """The ids of a text in any form, of which there must be some, and only those that the model has."""
-    if isinstance(prompt, str):
-        ids = list(lm.tokens(prompt))
-    elif isinstance(prompt, mx.array):
-        if prompt.ndim == 2 and prompt.shape[0] != 1:
-            raise UsageError(f"prompt: found a batch of {prompt.shape[0]}, expected one text")
-        ids = cast(list[int], prompt.flatten().tolist())
-    else:
-        ids = list(prompt)
-    if not ids:
-        raise UsageError("prompt: it is empty")
-    wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < lm.vocab), None)
-    if wrong is not None:
-        raise UsageError(f"prompt: found id {wrong}, expected 0 to {lm.vocab - 1}")
-    return ids
 
 
 class Chosen(Protocol):
@@ -256,56 +167,6 @@ class Chosen(Protocol):
     def cache(self) -> Cache: ...
 
     def __iter__(self) -> Iterator[tuple[int, float, Top]]: ...
-
-
-class Transcript:
-    """The text of one generation: takes its tokens, tells what of the text is safe to show, and when it ends.
-
-    stream: makes text of tokens, if there is a tokenizer. limit: tokens that may come at most. end_ids: tokens that end
-    the text. stop: strings at which it ends. grammar: what it may be.
-    """
-
-    def __init__(
-        self,
-        stream: TextStream | None,
-        limit: int,
-        end_ids: frozenset[int] = frozenset(),
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-    ) -> None:
-        self.limit, self.written, self.grammar = limit, list[int](), grammar
-        self._stop, self._end_ids, self._stream = StopStrings(stop), end_ids, stream
-
-    @property
-    def tokens(self) -> int:
-        """How many have come."""
-        return len(self.written)
-
-    def add(self, token: int, logprob: float, top: Top = ()) -> Step:
-        """The step that a token makes."""
-        self.written.append(token)
-        if self.grammar is not None:
-            self.grammar.follow(self.written)
-        stream, stop, ended = self._stream, self._stop, token in self._end_ids
-        text = "" if stream is None or ended else stop.add(stream.add(token))
-        finish = "end" if ended else "stop" if stop.found else self._full()
-        if finish in ("end", "length") and stream is not None:
-            text += stop.add(self._rest(stream, finish))
-            finish = "stop" if stop.found else finish
-            text += "" if stop.found else stop.finish()
-        return Step(text, token, logprob, finish, top)
-
-    def _full(self) -> str | None:
-        """Why nothing more may come: everything that the grammar allows is there, or the limit is reached."""
-        last, grammar = self.tokens == self.limit, self.grammar
-        if grammar is not None and (last or not self._end_ids) and grammar.complete:
-            return "end"
-        return "length" if last else None
-
-    def _rest(self, stream: TextStream, finish: str) -> str:
-        """The text that was not settled; half a character is no beginning of what a grammar allows."""
-        text = stream.finish()
-        return text.rstrip("\ufffd") if finish == "length" and self.grammar is not None else text
 
 
 def _learning(made: Generator[Step], decoder: Decoder, memory: "PromptCache | None") -> Generator[Step]:

@@ -40,12 +40,19 @@ class Words:
 _WORDS: "WeakKeyDictionary[Tokenizer, Words]" = WeakKeyDictionary()
 
 
+class DeadEnd(UsageError):
+    """A text that is not complete and that no token may follow."""
+
+
 class Grammar:
     """What one text may be: follows its tokens, and tells which may come next.
 
     name: how errors call it. vocab: ids of the model, those that no token has included, which never come. end_ids: ids
     that end the text; they may come where the text is complete, and must where nothing else may. Without any, the text
     ends where nothing may come.
+
+    What chooses tokens is ahead of those who read them, and chooses for several texts at once. So behind a dead end it
+    may choose anything, and who follows the text is told when what was chosen comes.
     """
 
     def __init__(
@@ -56,17 +63,30 @@ class Grammar:
         self._taken, self._ended = 0, False
         self._found: mx.array | None = None
         self._empty = False
+        self._problem: str | None = None  # of a dead end behind the tokens that were taken
         self.allowed()
         if self.complete and not self._end_ids:
             raise UsageError(f"{name}: nothing but the empty text matches, and the text cannot be empty")
 
     def follow(self, written: Sequence[int]) -> None:
-        """Take the tokens of the text that were not taken yet; raises UsageError for one that may not come, which is
-        what is left where other settings forbid all that may."""
+        """Take the tokens of the text; raises DeadEnd where one of them was chosen though none may come."""
+        self.take(written)
+        if len(written) > self._taken:
+            self.check()
+
+    def take(self, written: Sequence[int]) -> None:
+        """Take the tokens of the text that were not taken yet, up to a dead end."""
         for token in written[self._taken :]:
             if not self._ended:
                 self._take(token)
+            if self._problem is not None:
+                return
             self._taken += 1
+
+    def check(self) -> None:
+        """Raise DeadEnd if no token may follow those that were taken."""
+        if self._problem is not None:
+            raise DeadEnd(f"{self.name}: after {self._taken} tokens, {self._problem}")
 
     @property
     def accepting(self) -> bool:
@@ -79,23 +99,24 @@ class Grammar:
         return self._ended or (self.accepting and self._continued()[1])
 
     def allowed(self) -> mx.array:
-        """The ids that may come next, (V,), True for these. Raises UsageError where the vocabulary has none."""
-        if self._ended or (self.complete and not self._end_ids):
-            return mx.ones((self._vocab,), mx.bool_)  # the text has ended, and what is chosen is not shown
+        """The ids that may come next, (V,), True for these; in a dead end, as after the end, whatever is chosen is not
+        shown."""
+        if self._ended or self._problem is not None or (self.complete and not self._end_ids):
+            return mx.ones((self._vocab,), mx.bool_)
         allowed, empty = self._continued()
         if empty and not self.accepting:
-            raise UsageError(f"{self.name}: after {self._taken} tokens, no token of the vocabulary may follow")
+            self._problem = "no token of the vocabulary may follow"
         return allowed
 
     def _take(self, token: int) -> None:
+        """Take a token, or find that there was none to choose, which is so where other settings forbid all."""
         self._found = None
         if token in self._end_ids:
             self._ended = self._matcher.is_accepting()
         elif token not in self._never and self._matcher.consume_token(token + self._offset):
             return
-        if not self._ended:
-            problem = "the other settings forbid every token that may follow"
-            raise UsageError(f"{self.name}: after {self._taken} tokens, {problem}")
+        if not self._ended and self._problem is None:
+            self._problem = "the other settings forbid every token that may follow"
 
     @property
     def _offset(self) -> int:
@@ -110,7 +131,8 @@ class Grammar:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             stuck = "NoExtensionBias" in self._matcher.get_error()  # an error only where the text may not end
             if self._matcher.is_error() and not stuck:
-                raise UsageError(f"{self.name}: after {self._taken} tokens, {_line(self._matcher.get_error())}")
+                self._problem = _line(self._matcher.get_error())
+                return mx.ones((self._vocab,), mx.bool_), False
             listed = np.unpackbits(bits, bitorder="little")[self._offset :][: min(self._words.size, self._vocab)]
             marks = np.zeros(self._vocab, bool)
             marks[: len(listed)] = 0 if stuck else listed

@@ -4,7 +4,7 @@ not come yet. All on the device, so that a step need not wait for the token befo
 Rows are padded in front with -1, so that their ends are at one place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -114,22 +114,23 @@ def _matches(ids: Sequence[int], breakers: set[int]) -> list[int]:
     return lengths[:0:-1]
 
 
-class Forbidden:
-    """Sequences of tokens that must not come: the last token of one is removed where the others stand before it."""
+class Sequences:
+    """Sequences of tokens that come more or less often: a bias is added to the last token of one where the others stand
+    before it. With a bias of -inf it never comes."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], words: Sequence[Sequence[Sequence[int]]], vocab: int):
-        """`words`: for each row, sequences of ids."""
-        pairs = [(row, tuple(word)) for row, several in enumerate(words) for word in several]
-        self._reach = max((len(word) - 1 for _, word in pairs), default=0)
-        always = [(row, word[0]) for row, word in pairs if len(word) == 1]
-        later = [(row, word) for row, word in pairs if len(word) > 1]
-        self._always = mx.zeros((len(prompts), vocab))
-        if always:
-            self._always[mx.array([row for row, _ in always]), mx.array([last for _, last in always])] = -mx.inf
-        self._rows = mx.array([row for row, _ in later], dtype=mx.int32)
-        self._last = mx.array([word[-1] for _, word in later], dtype=mx.int32)
-        pad = self._reach
-        before = [[PADDING] * (pad - len(word) + 1) + list(word[:-1]) for _, word in later]
+    def __init__(self, prompts: Sequence[Sequence[int]], biased: Sequence[Mapping[tuple[int, ...], float]], vocab: int):
+        """`biased`: for each row, sequences of ids and their biases."""
+        found = [(row, word, bias) for row, several in enumerate(biased) for word, bias in several.items()]
+        pad = max((len(word) - 1 for _, word, _ in found), default=0)
+        self._reach, self._always = pad, mx.zeros((len(prompts), vocab))
+        for row, word, bias in found:
+            if len(word) == 1:
+                self._always[row, word[0]] = bias
+        later = [(row, word, bias) for row, word, bias in found if len(word) > 1]
+        self._rows = mx.array([row for row, _, _ in later], dtype=mx.int32)
+        self._last = mx.array([word[-1] for _, word, _ in later], dtype=mx.int32)
+        self._biases = mx.array([bias for _, _, bias in later], dtype=mx.float32)
+        before = [[PADDING] * (pad - len(word) + 1) + list(word[:-1]) for _, word, _ in later]
         self._before = mx.array(before, dtype=mx.int32).reshape(len(later), pad)
         tails = [[PADDING - 1] * max(pad - len(ids), 0) + list(ids)[max(len(ids) - pad, 0) :] for ids in prompts]
         self._tail = mx.array(tails, dtype=mx.int32).reshape(len(prompts), pad)
@@ -140,9 +141,9 @@ class Forbidden:
             self._tail = mx.concatenate([self._tail[:, 1:], tokens.astype(mx.int32)[:, None]], axis=1)
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Logits (B, V), -inf where a word would be complete."""
+        """Logits (B, V), with the bias where a sequence would be complete."""
         logits = logits + self._always
         if not self._reach:
             return logits
         complete = ((self._tail[self._rows] == self._before) | (self._before == PADDING)).all(axis=-1)
-        return logits.at[self._rows, self._last].add(mx.where(complete, -mx.inf, 0.0))
+        return logits.at[self._rows, self._last].add(mx.where(complete, self._biases, 0.0))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import BadInput
-from .rules import Rules
+from .rules import Started
 
 NEUTRAL: dict[str, Any] = {
     "num_beam_groups": 1,
@@ -27,31 +27,25 @@ NEUTRAL: dict[str, Any] = {
 """Keys that change a text and are not followed, with the values that change nothing."""
 
 
-DECODERS = NEUTRAL | {
-    "num_beams": 1,
-    "no_repeat_ngram_size": 0,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-}
-"""The same for models that continue a text."""
+DECODERS = {key: value for key, value in NEUTRAL.items() if key != "sequence_bias"}
+DECODERS |= {"num_beams": 1, "encoder_no_repeat_ngram_size": 0}
+"""The same for models that continue a text; what these follow is in `settings.ALWAYS`."""
 
 
 def unfollowed(settings: Mapping[str, Any]) -> list[str]:
     """A line if a generation config asks for what is not followed where a text is continued.
 
-    >>> unfollowed({"no_repeat_ngram_size": 3, "num_beams": 1})
-    ['generation_config.json asks for no_repeat_ngram_size, which is not followed here']
+    >>> unfollowed({"num_beams": 3, "no_repeat_ngram_size": 3})
+    ['generation_config.json asks for num_beams, which is not followed here']
     """
     asked = [key for key, neutral in DECODERS.items() if settings.get(key) not in (None, neutral)]
     verb = "is" if len(asked) == 1 else "are"
     return [f"generation_config.json asks for {', '.join(asked)}, which {verb} not followed here"] if asked else []
 
 
-def rules_of(setting: Callable[[str], Any], vocab: int, file: str) -> Rules:
-    """The rules of a config, which `setting` looks up by key; raises BadInput for what cannot be followed."""
+def rules_of(setting: Callable[[str], Any], vocab: int, file: str) -> Started:
+    """The rules of an encoder-decoder's config, which `setting` looks up by key; raises BadInput for what cannot be
+    followed."""
     read = Reader(setting, vocab, file)
     for key, neutral in NEUTRAL.items():
         if setting(key) not in (None, neutral):
@@ -60,12 +54,13 @@ def rules_of(setting: Callable[[str], Any], vocab: int, file: str) -> Rules:
     if not start:
         read.fail("decoder_start_token_id", "missing, expected the id that the decoder begins with")
     first = read.ids("forced_bos_token_id", several=False)
-    return Rules(
-        start[0],
-        first[0] if first else None,
-        read.ids("forced_eos_token_id"),
-        read.words("bad_words_ids"),
-        shortest=max(0, read.count("min_length") - 1, read.count("min_new_tokens")),
+    shortest, new = max(0, read.count("min_length") - 1), read.count("min_new_tokens")
+    return Started(
+        start=start[0],
+        first=first[0] if first else None,
+        last=read.ids("forced_eos_token_id"),
+        words=read.words("bad_words_ids"),
+        shortest=shortest if setting("min_new_tokens") is None else new,
         penalty=read.factor("repetition_penalty"),
         ngram=read.count("no_repeat_ngram_size"),
         source_ngram=read.count("encoder_no_repeat_ngram_size"),

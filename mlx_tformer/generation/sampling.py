@@ -1,9 +1,11 @@
 """Choosing the next token: what was said before changes the logits, filters remove tokens, a key draws one.
 
-The order is that of transformers: bias, penalties, forbidden words, then temperature, top-k, top-p, min-p, typical, and
-XTC. Everything is lazy and stays on the device, so that a step is under way before the token of the last one is read.
+The order is that of transformers: bias, penalties, forbidden words, rules, then temperature, top-k, top-p, min-p,
+typical, and XTC. Everything is lazy and stays on the device, so that a step is under way before the token of the last
+one is read.
 """
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
@@ -12,7 +14,8 @@ import mlx.core as mx
 
 from . import filters, penalties
 from .grammar import Grammar
-from .settings import Sampling
+from .rules import RowRules, Rules, rules_for
+from .settings import NO_LIMIT, Sampling, Word
 
 COLDEST = 1e-6
 """Below this temperature nothing but the best token has a chance that float32 can tell from 0."""
@@ -37,7 +40,8 @@ class Sampler:
     stands in the other rows makes no difference. prompts: the ids of each row's prompt. written: the ids that have
     been chosen since, by another sampler (None: none). end_ids: tokens that end a text. top: how many of the most
     likely tokens to tell. grammars: what each row's text may be (None: anything); what it may not be is as if the model
-    had ruled it out, before all other settings.
+    had ruled it out, before all other settings. rules: what depends on the ids of each row's text (None: what its
+    settings say of a text without a limit), see `rules_for`.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Sampler:
         end_ids: Sequence[int] = (),
         top: int = 0,
         grammars: Sequence[Grammar | None] = (),
+        rules: Sequence[Rules | None] | None = None,
     ):
         self.rows = [rows] if isinstance(rows, Sampling) else list(rows)
         self.top = top
@@ -60,6 +65,9 @@ class Sampler:
         self._keys = mx.stack([row_key(row.seed) for row in self.rows])
         self._history: _History | None = None
         self._grammars = list(grammars) if any(grammar is not None for grammar in grammars) else []
+        told = zip(self.rows, self._prompts, strict=True)
+        found = [rules_for(row, len(ids), NO_LIMIT, end_ids) for row, ids in told] if rules is None else list(rules)
+        self._rules = found if any(rule is not None for rule in found) else []
         self._last: mx.array | None = None
 
     def __call__(self, logits: mx.array) -> Chosen:
@@ -77,13 +85,14 @@ class Sampler:
     @property
     def settled(self) -> bool:
         """Whether a token depends on its own logits alone: always the best one, whatever was written before."""
-        if self._grammars:
+        if self._grammars or self._rules:
             return False
         plain = Sampling()
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "min_tokens")
         return all(
             row.temperature < COLDEST
             and not row.bad_words
+            and not row.sequence_bias
             and all(vars(row)[name] == vars(plain)[name] for name in names)
             for row in self.rows
         )
@@ -114,7 +123,7 @@ class Sampler:
         masks = []
         for grammar, written in zip(self._grammars, self._written, strict=True):
             if grammar is not None:
-                grammar.follow(written)
+                grammar.take(written)
             masks.append(mx.ones(logits.shape[-1:], mx.bool_) if grammar is None else grammar.allowed())
         return mx.where(mx.stack(masks), logits, -mx.inf)
 
@@ -123,7 +132,8 @@ class Sampler:
 
     def _past(self, logits: mx.array) -> "_History":
         if self._history is None:
-            self._history = _History(self.rows, self._prompts, self._end_ids, logits.shape[-1], self._written)
+            known = (self._prompts, self._end_ids, logits.shape[-1], self._written)
+            self._history = _History(self.rows, *known, self._rules)
         return self._history
 
     def _told(self, logits: mx.array, token: mx.array) -> Chosen:
@@ -157,6 +167,7 @@ class _History:
         end_ids: mx.array,
         vocab: int,
         written: Sequence[Sequence[int]] | None = None,
+        rules: Sequence[Rules | None] = (),
     ) -> None:
         written = [[] for _ in prompts] if written is None else written
         self._rows = rows
@@ -168,14 +179,19 @@ class _History:
         dry = any(r.dry_multiplier for r in rows)
         breakers = [[i for i in r.dry_breakers if isinstance(i, int)] for r in rows]
         self._repeats = penalties.Repeats(texts, breakers) if dry else None
-        words = [[[i for i in word if isinstance(i, int)] for word in r.bad_words] for r in rows]
-        self._forbidden = penalties.Forbidden(texts, words, vocab) if any(words) else None
+        bad_words = [{_as_ids(word): -math.inf for word in r.bad_words} for r in rows]
+        self._forbidden = penalties.Sequences(texts, bad_words, vocab) if any(bad_words) else None
+        biased = [{_as_ids(word): bias for word, bias in r.sequence_bias} for r in rows]
+        self._biased = penalties.Sequences(texts, biased, vocab) if any(biased) else None
         self._bias = _biases(rows, vocab) if any(r.logit_bias for r in rows) else None
+        self._rules = RowRules(rules, texts) if rules else None
 
     def changed(self, logits: mx.array, chosen: Sequence[int]) -> mx.array:
-        """Logits (B, V) after bias, penalties and what must not come; rows have chosen so many tokens."""
+        """Logits (B, V) after bias, penalties, what must not come and rules; rows have chosen so many tokens."""
         if self._bias is not None:
             logits = logits + self._bias
+        if self._biased is not None:
+            logits = self._biased(logits)
         if self._counts is not None:
             logits = penalties.repeated(logits, self._counts.seen, _column(self._rows, "repetition_penalty"))
             written = self._counts.written
@@ -188,11 +204,13 @@ class _History:
         if self._forbidden is not None:
             logits = self._forbidden(logits)
         early = [count < row.min_tokens for count, row in zip(chosen, self._rows, strict=True)]
-        return mx.where(mx.array(early)[:, None] & self._ends, -mx.inf, logits) if any(early) else logits
+        if any(early):
+            logits = mx.where(mx.array(early)[:, None] & self._ends, -mx.inf, logits)
+        return logits if self._rules is None else self._rules(logits)
 
     def add(self, token: mx.array) -> None:
         """Go on by the tokens (B,) that were chosen."""
-        for part in (self._counts, self._repeats, self._forbidden):
+        for part in (self._counts, self._repeats, self._forbidden, self._biased, self._rules):
             if part is not None:
                 part.add(token)
 
@@ -271,6 +289,10 @@ def _for_rows(make: Callable[[int, mx.array], mx.array], keys: mx.array, size: i
 
     vectorised: Callable[[mx.array], mx.array] = mx.vmap(one)
     return vectorised(keys)
+
+
+def _as_ids(word: Word) -> tuple[int, ...]:
+    return tuple(i for i in word if isinstance(i, int))
 
 
 def _column(rows: Sequence[Sampling], name: str) -> mx.array:

@@ -10,8 +10,8 @@ import mlx.core as mx
 from ..errors import UsageError
 from ..nn import LM, WHOLE, Keeping
 from . import decode
-from .generate import Prompt, checked_ids
 from .scores import ROWS, PromptScores, TokenScore
+from .task import Prompt, checked_ids
 
 if TYPE_CHECKING:
     from ..lm import LanguageModel
