@@ -9,10 +9,8 @@ from functools import singledispatch
 import mlx.nn as nn
 
 from .errors import UsageError
-from .nn import LM, Encoder, LogitBias, Seq2Seq, Stack, VisionEncoder
-
-Row = tuple[str, str, object]
-"""A line of the ledger: a path, the axes of what comes out of it, and the module whose parameters it counts or None."""
+from .mechanisms import Row
+from .nn import LM, Encoder, Identity, LogitBias, Seq2Seq, Stack, VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -66,18 +64,19 @@ def anatomy(model: nn.Module) -> Anatomy:
 
 @anatomy.register
 def _(model: LM) -> Anatomy:
-    rows, dim = table_of(model.embed.tokens)
+    (rows, narrow), into = table_of(model.embed.tokens), model.embed.into
+    dim = narrow if isinstance(into, Identity) else table_of(into)[0]
     head = None if model.tied else model.head
-    end = (("decoder.norm", "B L C", model.decoder.norm), ("logits", "B L V", head))
+    end = (("decoder.norm", "B L C" if dim == narrow else "B L W", model.decoder.norm), ("logits", "B L V", head))
     return Anatomy(
         (_embedding(model.embed), Layers("decoder", model.decoder), Around("end", end)),
-        {"C": dim, "V": rows},
+        {"C": dim, "V": rows, "W": narrow},
         head="tied to the embedding" if model.tied else "a matrix of its own",
         tied=model.tied,
         head_bias=not model.tied and "bias" in model.head,
         vocabulary=rows,
         # A token reads one row of the embedding; as the head, the same matrix is used whole.
-        idle=0 if model.tied else (rows - 1) * dim,
+        idle=0 if model.tied else (rows - 1) * narrow,
     )
 
 
@@ -178,7 +177,8 @@ def _embedding(embed: nn.Module) -> Around:
     return Around("embedding", (("ids", "B L", None), ("embed.tokens", "B L C", embed)))
 
 
-def table_of(tokens: nn.Module) -> tuple[int, int]:
-    """Rows and columns of an embedding, whose matrix may be packed."""
-    rows, columns = tokens.weight.shape
-    return rows, columns * 32 // tokens.bits if isinstance(tokens, nn.QuantizedEmbedding) else columns
+def table_of(layer: nn.Module) -> tuple[int, int]:
+    """Rows and columns of an embedding or a linear layer, whose matrix may be packed."""
+    rows, columns = layer.weight.shape
+    packed = isinstance(layer, nn.QuantizedEmbedding | nn.QuantizedLinear)
+    return rows, columns * 32 // layer.bits if packed else columns

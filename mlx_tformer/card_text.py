@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 ASCII = str.maketrans({"×": "x", "·": "*"})
 TEXTS = "B texts of L tokens that see S keys; C width, V vocabulary, F MLP width;\n"
 IMAGES = "B images of c × h × w, in L tokens that see S keys; C width, F MLP width;\n"
-RARE = {"N": "N labels", "T": "T tokens to write"}
+RARE = {
+    "N": "N labels",
+    "T": "T tokens to write",
+    "E": "E experts",
+    "k": "k of them for a token",
+    "Q": "Q features that queries come through",
+    "R": "R features of a latent",
+    "r": "r that turn",
+    "U": "U of a value",
+    "W": "W width of the embedding",
+}
 """Axes that few models have."""
 HEADS = "H query heads and K key-value heads of D features"
 
@@ -115,7 +125,11 @@ def _heads(facts: Facts) -> str:
     text = (
         f"{facts['heads']} query, {facts['kv_heads']} key-value ({facts['sharing']}), {facts['head_dim']} features each"
     )
-    return text if usual else f"{text}, scale {facts['scale']:g}"
+    more = [] if usual else [f"scale {facts['scale']:g}"]
+    more += [f"scores capped at ±{facts['softcap']:g}"] if facts.get("softcap") is not None else []
+    more += [f"q, k and v clipped at ±{facts['clip']:g}"] if facts.get("clip") is not None else []
+    more += [word for key, word in {"sinks": "with sinks", "gated": "with gates"}.items() if facts.get(key)]
+    return ", ".join([text, *more])
 
 
 def _mlp(facts: Facts) -> str:
@@ -130,7 +144,7 @@ def _norms(kind: LayerKind) -> str:
             places.setdefault(norm, []).append(words[where].format(step.name))
         for what in "qk":
             if step.facts.get(f"{what}_norm") is not None:
-                places.setdefault(step.facts[f"{what}_norm"], []).append(f"on each head of {what}")
+                places.setdefault(step.facts[f"{what}_norm"], []).append(f"on {step.facts['normed']} of {what}")
     return "; ".join(f"{norm}: {', '.join(of)}" for norm, of in places.items()) or "none"
 
 

@@ -133,7 +133,9 @@ class Config:
         self._read |= set(keys)
 
     def masks(self, types: list[str]) -> list[Mask]:
-        """The mask of each layer: `layer_types` if the config has them, else `types`."""
+        """The mask of each layer: `layer_types` if the config has them, else `types`. The size of a window that no
+        layer has is not looked at."""
+        self.ignore("sliding_window")
         kinds, layers = self.get("layer_types", types), len(types)
         if len(kinds) != layers:
             raise self.wrong("layer_types", f"{layers} entries, one for each layer")
@@ -201,15 +203,20 @@ class Config:
             return
         first, *others = left
         more = f" (and {', '.join(others)})" if others else ""
-        who = self.values.get("model_type") or "the family"
-        problem = f"found {_short(left[first])}, a setting that {who} does not know{more}"
+        problem = f"found {_short(left[first])}, a setting that {self._who} does not know{more}"
         raise BadInput(problem, file=self.file, field=first)
+
+    @property
+    def _who(self) -> str:
+        """The family as messages name it."""
+        return str(self.values.get("model_type") or "the family")
 
     def rope(
         self, head_dim: int, *, layer_type: str | None = None, interleaved: bool = False, theta: str = "rope_theta"
     ) -> Rope:
         """The rotary position that the config asks for, from either dialect; `layer_type` picks one where there are
-        several. `theta` is the key beside the table that holds where it does not."""
+        several. `theta` is the key beside the table that holds where it does not. Heads turn in part only in families
+        whose ABSENT has a `partial_rotary_factor`: the references of the others do not look at it."""
         table = self._rope_table(layer_type, theta)
         dims = int(head_dim * table.get("partial_rotary_factor", 1.0))
         if dims < 1 or (dims % 2 and dims == head_dim):
@@ -251,6 +258,9 @@ class Config:
             raise BadInput(f"found {_short(value)}, a setting that is not known", file=self.file, field=where)
         if not rule.holds(value):
             raise BadInput(f"found {_short(value)}, expected {rule.expected}", file=self.file, field=where)
+        if key == "partial_rotary_factor" and value != 1 and key not in self._absent:
+            problem = f"found {_short(value)}, expected 1: {self._who} turns whole heads"
+            raise BadInput(problem, file=self.file, field=where)
 
     def _scaling(self, table: dict[str, Any], dims: int) -> Scaling:
         kind = table.get("rope_type", table.get("type", "default"))
@@ -324,9 +334,10 @@ def _longrope(t: RopeTable) -> Scaling:
     found = t.take(
         "short_factor", "long_factor", optional=("factor", "attention_factor", "original_max_position_embeddings")
     )
+    pairs = (t.dims + 1) // 2  # of an odd number the last turns with one that is not counted
     for key in ("short_factor", "long_factor"):
-        if len(found[key]) != t.dims // 2:
-            problem = f"found {len(found[key])} numbers, expected {t.dims // 2}: one for each pair of rotary features"
+        if len(found[key]) != pairs:
+            problem = f"found {len(found[key])} numbers, expected {pairs}: one for each pair of rotary features"
             raise BadInput(problem, file=t.config.file, field=f"{t.config.rope_field}.{key}")
     factor = found.get("factor", t.config["max_position_embeddings"] / t.trained)
     short, long = tuple(found["short_factor"]), tuple(found["long_factor"])

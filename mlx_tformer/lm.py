@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, cast
 
 import mlx.core as mx
@@ -108,12 +109,21 @@ class LanguageModel:
 
 
 def as_batch(ids: mx.array | Sequence[int]) -> mx.array:
-    """Ids as a model takes them, (B, L): a list of them is one text."""
-    return ids if isinstance(ids, mx.array) else mx.array([list(ids)])
+    """Ids as a model takes them, (B, L): a list of them is one text. Raises UsageError for what are no ids."""
+    if isinstance(ids, mx.array):
+        return ids
+    if isinstance(ids, str):
+        raise UsageError("ids: found a text; `tokens` makes ids of it")
+    try:
+        return mx.array([[index(i) for i in ids]])
+    except (TypeError, ValueError, RuntimeError):  # the last for numbers that no array holds
+        raise UsageError(f"ids: found {ids!r:.60}, expected a list of whole numbers or an array (B, L)") from None
 
 
 def check_ids(ids: mx.array, vocab: int) -> None:
     """Raise UsageError for ids that are not rows of the embedding: MLX would read whatever lies there."""
+    if ids.ndim == 2 and ids.shape[1] == 0:
+        raise UsageError("ids: found none, expected one or more")
     if ids.ndim != 2 or not mx.issubdtype(ids.dtype, mx.integer):
         raise UsageError(f"ids: found {ids.dtype} of shape {ids.shape}, expected integers of shape (B, L)")
     wrong = next((i for i in cast(list[int], ids.flatten().tolist()) if not 0 <= i < vocab), None)

@@ -4,29 +4,39 @@ A new kind of layer describes itself by registering with `facts_of`, `lines_of` 
 weights alone, `idle_parameters`; what has not registered is shown by its class and parameters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
+from math import prod
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from . import memory
 from .nn import (
+    AllHeads,
     Attention,
     CrossAttention,
+    EachHead,
     GatedDelta,
     GatedMlp,
     Identity,
+    LatentAttention,
     LayerNorm,
     Mamba,
     Mamba2,
+    Mixture,
     Mlp,
     NextToken,
+    PlainExperts,
     Position,
     RMSNorm,
+    ShiftedRMSNorm,
 )
 
 Facts = dict[str, Any]
+Row = tuple[str, str, object]
+"""A line to be: a path, the axes of what comes out of it as in "B L C", and what holds its parameters or None."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,12 @@ def _(module: NextToken) -> int:
     return memory.parameter_count(module) - inside
 
 
+@idle_parameters.register
+def _(module: Mixture) -> int:
+    each = memory.parameter_count(module.experts) // module.experts.count
+    return each * (module.experts.count - module.router.top)
+
+
 @singledispatch
 def facts_of(op: object) -> Facts:
     """What a mechanism says about itself: `kind`, and more in numbers or in words."""
@@ -63,37 +79,67 @@ def facts_of(op: object) -> Facts:
 
 @facts_of.register
 def _(op: Attention) -> Facts:
-    return {
-        "kind": "attention",
-        "heads": op.heads,
-        "kv_heads": op.kv_heads,
-        "head_dim": op.head_dim,
-        "sharing": _sharing(op.heads, op.kv_heads),
-        "scale": op.scale,
+    return _heads(op, op.head_dim) | {
         "mask": str(op.mask),
         "position": str(op.position),
         "q_norm": norm_text(op.q_norm),
         "k_norm": norm_text(op.k_norm),
+        "normed": "all heads" if isinstance(op.q_norm, AllHeads) else "each head",
+        "softcap": op.softcap,
+        "sinks": op.has_sinks,
+        "clip": op.clip,
+        "gated": op.gated,
     }
 
 
 @facts_of.register
 def _(op: CrossAttention) -> Facts:
+    return _heads(op, op.head_dim) | {"mask": "what the encoder has read"}
+
+
+@facts_of.register
+def _(op: LatentAttention) -> Facts:
+    return _heads(op, op.plain + op.rotary) | {
+        "sharing": f"all from latents of {op.rank}",
+        "mask": str(op.mask),
+        "position": str(op.position),
+    }
+
+
+def _heads(op: Attention | CrossAttention | LatentAttention, head_dim: int) -> Facts:
+    """What attention of every kind says."""
+    kv_heads = op.heads if isinstance(op, LatentAttention) else op.kv_heads
     return {
         "kind": "attention",
         "heads": op.heads,
-        "kv_heads": op.kv_heads,
-        "head_dim": op.head_dim,
-        "sharing": _sharing(op.heads, op.kv_heads),
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "sharing": "multi-head" if kv_heads == op.heads else "multi-query" if kv_heads == 1 else "grouped-query",
         "scale": op.scale,
-        "mask": "what the encoder has read",
     }
 
 
 @facts_of.register
 def _(op: Mlp | GatedMlp) -> Facts:
     style = "gated" if isinstance(op, GatedMlp) else "plain"
-    return {"kind": "mlp", "style": style, "activation": op.act, "width": _hidden(op), "experts": "none (dense)"}
+    return {"kind": "mlp", "style": style, "activation": str(op.act), "width": _hidden(op), "experts": "none (dense)"}
+
+
+@facts_of.register
+def _(op: Mixture) -> Facts:
+    style = "plain" if isinstance(op.experts, PlainExperts) else "gated"
+    said = f"{op.router.top} of {op.experts.count} for each token"
+    if op.capacity is not None:
+        said += f", at most {op.capacity} tokens of a text each"
+    if op.has_shared:
+        said += f", and one {facts_of(op.shared)['width']:,} wide for all tokens"
+    return {
+        "kind": "experts",
+        "style": style,
+        "activation": str(op.experts.act),
+        "width": op.experts.hidden,
+        "experts": said,
+    }
 
 
 @facts_of.register
@@ -128,9 +174,8 @@ def _(op: Attention, dim: int) -> list[Line]:
         ("q", "B H L D", None),
         ("k", "B K L D", None),
         ("v", "B K L D", None),
-        ("pattern", "B H L S", None),
-        ("z", "B H L D", None),
-        ("out", "B L C", op.out),
+        *([("sinks", "H", op.sinks)] if op.has_sinks else []),
+        *_found(op),
     )
 
 
@@ -144,10 +189,38 @@ def _(op: CrossAttention, dim: int) -> list[Line]:
         ("kv", "B S 2K·D", op.kv),
         ("k", "B K S D", None),
         ("v", "B K S D", None),
-        ("pattern", "B H L S", None),
-        ("z", "B H L D", None),
-        ("out", "B L C", op.out),
+        *_found(op),
     )
+
+
+@lines_of.register
+def _(op: LatentAttention, dim: int) -> list[Line]:
+    queries, into = op.heads * (op.plain + op.rotary), op.into.weight.shape[0]
+    rows = "H·D+R+r" if op.q_rank is None else "Q+R+r"
+    sizes = {"C": dim, "H": op.heads, "D": op.plain + op.rotary, "H·D": queries, rows: into}
+    sizes |= {"R": op.rank, "r": op.rotary, "U": op.value, "D-r+U": op.plain + op.value}
+    query: list[Row] = []
+    if op.q_rank is not None:
+        sizes["Q"] = op.q_rank
+        query = [("q_norm", "B L Q", op.q_norm), ("q_up", "B L H·D", op.q_up)]
+    return lines(
+        sizes,
+        ("into", f"B L {rows}", op.into),
+        *query,
+        ("kv_norm", "B L R", op.kv_norm),
+        ("latent", "B 1 S R", None),
+        ("kv_up", "B H S D-r+U", op.kv_up),
+        ("position", "B H L r", op.position),
+        ("q", "B H L D", None),
+        ("k", "B H S D", None),
+        ("v", "B H S U", None),
+        *_found(op, "U"),
+    )
+
+
+def _found(op: Attention | CrossAttention | LatentAttention, width: str = "D") -> list[Row]:
+    """The steps behind queries, keys and values; `width` is that of a value."""
+    return [("pattern", "B H L S", None), ("z", f"B H L {width}", None), ("out", "B L C", op.out)]
 
 
 @lines_of.register
@@ -163,6 +236,32 @@ def _(op: Mlp, dim: int) -> list[Line]:
     return lines(sizes, ("up", "B L F", op.up), ("hidden", "B L F", None), ("down", "B L C", op.down))
 
 
+@lines_of.register
+def _(op: Mixture, dim: int) -> list[Line]:
+    """Tokens of all texts go through one by one, B·L of them."""
+    experts, sizes = op.experts, {"C": dim, "E": op.experts.count, "k": op.router.top, "F": op.experts.hidden}
+    sizes["2F"] = 2 * experts.hidden
+    plain = isinstance(experts, PlainExperts)
+    into: Row = (
+        ("experts.up", "B·L k F", experts["up"]) if plain else ("experts.gate_up", "B·L k 2F", experts["gate_up"])
+    )
+    found = lines(
+        sizes,
+        ("router", "B·L E", op.router),
+        ("router.chosen", "B·L k", None),
+        ("router.weights", "B·L k", None),
+        into,
+        ("experts.hidden", "B·L k F", None),
+        ("experts.down", "B·L k C", experts["down"]),
+        ("said", "B·L k C", None),
+    )
+    if op.has_shared:
+        found += [_by_token(line) for line in lines_of(op.shared, dim)]
+    if op.has_shared_gate:
+        found += lines(sizes, ("shared_gate", "B·L 1", op.shared_gate))
+    return found
+
+
 def norm_text(norm: object) -> str | None:
     """A norm in words, None where there is none.
 
@@ -172,16 +271,17 @@ def norm_text(norm: object) -> str | None:
     match norm:
         case Identity():
             return None
+        case AllHeads():
+            return norm_text(norm.norm)
         case RMSNorm():
             return f"RMSNorm, eps {norm.eps:g}"
+        case ShiftedRMSNorm():
+            return f"RMSNorm times 1 + weight, eps {norm.eps:g}"
+        case EachHead():
+            return f"LayerNorm with weights of its own, eps {norm.eps:g}"
         case LayerNorm():
             return f"LayerNorm{'' if 'bias' in norm else ' without bias'}, eps {norm.eps:g}"
     return type(norm).__name__
-
-
-def _sharing(heads: int, kv_heads: int) -> str:
-    """How many query heads share a key-value head, in a word."""
-    return "multi-head" if kv_heads == heads else "multi-query" if kv_heads == 1 else "grouped-query"
 
 
 def _hidden(op: Mlp | GatedMlp) -> int:
@@ -189,13 +289,25 @@ def _hidden(op: Mlp | GatedMlp) -> int:
     return op.gate_up.weight.shape[0] // 2 if isinstance(op, GatedMlp) else op.up.weight.shape[0]
 
 
-def lines(sizes: dict[str, int], *steps: tuple[str, str, object]) -> list[Line]:
-    """Lines from names, axes as in "B L C", and modules or None; modules that do nothing have no line."""
+def _by_token(line: Line) -> Line:
+    """A line of an MLP that all tokens go through, beside experts."""
+    (_, _, *symbols), (_, _, *shape) = line.symbols, line.shape
+    return replace(line, name=f"shared.{line.name}", symbols=("B·L", *symbols), shape=("B·L", *shape))
+
+
+def lines(sizes: dict[str, int], *rows: Row) -> list[Line]:
+    """The ledger of rows; modules that do nothing have no line."""
     lines = []
-    for name, axes, module in steps:
-        if isinstance(module, Identity) or type(module) is Position:
+    for name, axes, holder in rows:
+        if isinstance(holder, Identity) or type(holder) is Position:
             continue
         symbols = tuple(axes.split())
-        parameters = memory.parameter_count(module) if isinstance(module, nn.Module) else 0
-        lines.append(Line(name, symbols, tuple(sizes.get(axis, axis) for axis in symbols), parameters))
+        shape = tuple(sizes.get(axis, int(axis) if axis.isdigit() else axis) for axis in symbols)
+        lines.append(Line(name, symbols, shape, _parameters(holder)))
     return lines
+
+
+def _parameters(holder: object) -> int:
+    if isinstance(holder, mx.array):
+        return prod(holder.shape)
+    return memory.parameter_count(holder) if isinstance(holder, nn.Module) else 0

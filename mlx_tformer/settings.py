@@ -302,6 +302,9 @@ HARMLESS = frozenset(
 HARMLESS_VALUES = {"is_llama_config": True, "rope_interleaved": False, "use_mrope": False}
 """Keys that say what is so anyway, as long as they hold these values (SmolLM2, Qwen 2.5)."""
 
+ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
+"""Where a config tells of rotary positions: for families to ignore in models whose layers have none."""
+
 ROPE_KEYS = {
     "factor": POSITIVE,
     "attention_factor": POSITIVE,

@@ -31,12 +31,12 @@ class VisionModel:
 
         Raises UsageError for another number of channels or another size than the model's: positions are not stretched.
         """
-        return self.model(pixel_values)
+        return self.model(as_pixels(pixel_values))
 
     def hidden(self, pixel_values: mx.array) -> mx.array:
         """The hidden states after the last block and norm, (B, 1 + N, C), the first token's in front; errors as in a
         call."""
-        return self.model.hidden(pixel_values)
+        return self.model.hidden(as_pixels(pixel_values))
 
     def classify(self, image: Any, *, top: int | None = 5) -> list[Label]:
         """What an image shows, the likeliest first; `top` of the labels, or all of them (None).
@@ -75,3 +75,12 @@ class VisionModel:
         """Raise the UsageError of whatever needs a model that continues a text."""
         kind = self.config.model_type
         raise UsageError(f"{self.origin} is an encoder ({kind}), which looks at images and does not continue texts")
+
+
+def as_pixels(values: Any) -> mx.array:
+    """Pixel values as a model takes them, of MLX or of NumPy; raises UsageError for what is no array."""
+    try:
+        return values if isinstance(values, mx.array) else mx.array(values)
+    except (TypeError, ValueError):
+        expected = "an array; `classify` takes files and pictures"
+        raise UsageError(f"pixel_values: found a {type(values).__name__}, expected {expected}") from None

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 from registry import joined_file, package_file
 
 import mlx_tformer as mt
+from mlx_tformer.nn import LM, Cache
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -74,6 +76,20 @@ def gemma3_gguf() -> Path:
 def gemma3(gemma3_gguf: Path) -> mt.LanguageModel:
     """The model of `gemma3_gguf` in float32."""
     return mt.load(gemma3_gguf, dtype="float32")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each pass of a model reads."""
+    counts = list[int]()
+    real = LM.hidden
+
+    def counted(self: LM, ids: mx.array, cache: Cache | None = None, **more: mx.array) -> mx.array:
+        counts.append(ids.shape[1])
+        return real(self, ids, cache, **more)
+
+    monkeypatch.setattr(LM, "hidden", counted)
+    return counts
 
 
 @pytest.fixture(scope="session")

@@ -144,6 +144,38 @@ def test_a_trim_past_what_a_window_dropped_is_refused_and_says_why() -> None:
     assert numbers(state.append(tokens([20]), tokens([20]))[0]) == [18, 19, 20]
 
 
+def test_a_trim_past_what_one_row_dropped_is_refused_after_rows_have_joined() -> None:
+    """In steps a window drops what is old, in one piece it has not yet."""
+    ids = [list(range(1, 21)), list(range(31, 51))]
+    steps, whole = WindowKV(3), WindowKV(3)
+    for i in ids[0]:
+        steps.append(tokens([i]), tokens([i]))
+    whole.append(tokens(ids[1]), tokens(ids[1]))
+    least, refused = 20 - steps.first - 2, "a window of 3 has dropped"
+    for first, second in [(steps, whole), (whole, steps)]:
+        state = first.fork()
+        state.join([second.fork()])
+        stored = state.stored()
+        for again in (state, WindowKV(3)):
+            again.restore(stored)
+            with pytest.raises(UsageError, match=refused):
+                again.trim(least + 1)
+            again.trim(least)
+            keys, _ = again.append(*[mx.zeros((2, 1, 1, 2))] * 2)
+            wanted = [row[18 - least : 20 - least] for row in (ids if first is steps else ids[::-1])]
+            assert keys[:, 0, :2, 0].tolist() == wanted
+
+
+def test_no_text_of_a_batch_is_trimmed_into_its_padding() -> None:
+    m = model()
+    cache = m.new_cache()
+    m(mx.array([[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]]), cache, attention_mask=mx.array([[1] * 5, [0, 0, 0, 1, 1]]))
+    with pytest.raises(UsageError, match="cannot forget 3 tokens: one text of the batch has 2"):
+        cache.trim(3)
+    cache.trim(2)
+    assert lengths(cache) == [3, 3, 3]
+
+
 @pytest.mark.parametrize("count", [-1, 6, 10**12])
 @pytest.mark.parametrize("state", [KV, lambda: WindowKV(3)], ids=["all", "window"])
 def test_only_what_was_remembered_can_be_forgotten(count: int, state: Callable[[], KV]) -> None:

@@ -18,6 +18,7 @@ from mlx_tformer.families import family, known
 from mlx_tformer.nn import LM, DynamicNTK, LinearScaling, Llama3, LongRope, Rope, Unscaled, Yarn
 
 Values = dict[str, Any]
+PART = "partial_rotary_factor"
 FAMILIES = {"llama": "llama-llama3rope", "mistral": "mistral-window", "qwen2": "qwen2", "qwen3": "qwen3"}
 """A golden case of each family, with 6 heads, 2 key heads and 3 layers."""
 ROPES: dict[str, Values] = {t["name"]: t for t in json.loads((GOLDEN / "rope.json").read_text())}
@@ -46,7 +47,9 @@ def refusal(values: Values) -> str:
 
 
 def rope(head_dim: int = 16, **values: Any) -> Rope:
-    return Config({"model_type": "llama", "max_position_embeddings": 64, **values}).rope(head_dim)
+    """The rotary position in a family whose heads may turn in part."""
+    c = Config({"model_type": "phi", "max_position_embeddings": 64, **values})
+    return c.taking({"partial_rotary_factor": 1.0}).rope(head_dim)
 
 
 # --- settings ---
@@ -247,6 +250,15 @@ def test_a_wrong_rotary_setting_is_refused_by_name(where: str, settings: Values,
     assert problem in str(caught.value) and str(caught.value).startswith("config.json: ")
     if problem.startswith("."):
         assert f"{where}{problem}" in str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the table", "beside it"])
+def test_heads_turn_in_part_only_in_families_whose_reference_does(inside: bool) -> None:
+    table = config()["rope_parameters"]
+    changes = {"rope_parameters": {**table, PART: 0.5}} if inside else {PART: 0.5}
+    assert f"{PART}: found 0.5, expected 1: llama turns whole heads" in refusal(config(**changes))
+    assert build(config(**{PART: 1.0})).vocab
+    assert rope(**{PART: 0.5}).dims == 8
 
 
 @pytest.mark.parametrize("found", [7, "yarn", [1], True])

@@ -10,7 +10,7 @@ from helpers import GOLDEN, cases_of, expected, gap, limit, seen, tensors
 
 import mlx_tformer as mt
 from mlx_tformer.errors import BadInput, UsageError
-from mlx_tformer.nn import Around, Everything, visible
+from mlx_tformer.nn import Around, Everything, pooled, visible
 
 CASES = cases_of("mlm")
 TIGHT = 5e-5
@@ -224,3 +224,9 @@ def test_commands_that_need_a_decoder_say_so_in_one_line() -> None:
     done = invoke("generate", "-m", folder, "hi")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1 and "is an encoder" in done.stderr
+
+
+def test_the_mean_of_a_long_text_does_not_overflow_in_float16() -> None:
+    hidden, mask = mx.full((1, 4000, 2), 30.0, mx.float16), mx.arange(4000)[None] < 3000
+    assert gap(pooled(hidden, mask, "mean"), mx.full((1, 2), 30.0)) == 0
+    assert pooled(hidden, None, "mean").dtype == mx.float16

@@ -11,18 +11,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from helpers import CASES, GOLDEN, config_of, expected, gap, golden, ids_of, leaves, limit, load, variant
+from helpers import CASES, GOLDEN, attentions, config_of, expected, gap, golden, ids_of, leaves, limit, load, variant
 
 import mlx_tformer.config
 from mlx_tformer.checkpoint.plan import build
 from mlx_tformer.errors import BadInput
 from mlx_tformer.families import family
-from mlx_tformer.nn import LM, Attention, Groups, Position, Rope, ShiftedRMSNorm
+from mlx_tformer.nn import LM, Attention, Groups, Mixture, Position, Rope, ShiftedRMSNorm, Window
 from mlx_tformer.settings import HARMLESS
 
 Config = dict[str, Any]
 CLASSES: dict[str, Config] = json.loads((GOLDEN / "defaults.json").read_text())
-DEFAULTS = {name: CLASSES[name] for name in {config_of(case)["model_type"]: case for case in CASES}}
+FOUND = {config_of(case)["model_type"]: case for case in CASES}
+NEW = sorted(FOUND.keys() - CLASSES.keys())
+assert not NEW, f"golden/defaults.json says nothing of {', '.join(NEW)}: run make.py defaults.json in golden/"
+DEFAULTS = {name: CLASSES[name] for name in FOUND}
 SCALED = ("yarn", "llama3", "longrope", "linear", "dynamic")
 
 
@@ -309,6 +312,54 @@ def test_a_setting_of_any_value_is_refused_or_makes_a_model_that_runs(name: str,
                 build(family(name), mlx_tformer.config.Config(config))(ids_of(case))
             except BadInput as error:
                 assert str(error).startswith("config.json: ")
+
+
+DENSE: list[tuple[str, Config]] = [
+    ("deepseek_v2", {"first_k_dense_replace": 9}),
+    ("deepseek_v3", {"first_k_dense_replace": 9}),
+    ("jamba", {"num_experts": 1}),
+    ("llama4", {"moe_layers": []}),
+    ("qwen2_moe-mixed", {"mlp_only_layers": [0, 1, 2, 3]}),
+    ("qwen3_moe-mixed", {"decoder_sparse_step": 9}),
+    ("qwen3_next-mixed", {"mlp_only_layers": [0, 1, 2]}),
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), DENSE, ids=[case for case, _ in DENSE])
+def test_a_config_that_leaves_no_layer_its_experts_makes_a_dense_model(case: str, changes: Config) -> None:
+    config = config_of(case) | changes
+    model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
+    assert not any(isinstance(module, Mixture) for module in model.modules())
+
+
+@pytest.mark.parametrize("case", ["cohere2", "gemma2", "gemma3", "gpt_oss", "qwen3-window"])
+def test_a_config_in_which_no_layer_has_a_window_may_still_give_its_size(case: str) -> None:
+    config = config_of(case) | {"layer_types": ["full_attention"] * layers_of(config_of(case))}
+    model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
+    assert not any(isinstance(part, Window) for m in attentions(model) for part in m.mask.parts)
+
+
+def test_deepseek_v3_turns_the_features_and_in_the_order_that_the_config_says(tmp_path: Path) -> None:
+    """transformers turns `head_dim` features where that is given, and takes a null for the order as no."""
+    given = config_of("deepseek_v3-yarn")
+    with pytest.raises(BadInput, match=f"head_dim: found 4, expected {given['qk_rope_head_dim']}"):
+        build(family("deepseek_v3"), mlx_tformer.config.Config(given | {"head_dim": 4}))
+    assert given["rope_interleave"] is False
+    assert not moved("deepseek_v3-yarn", variant("deepseek_v3-yarn", given | {"rope_interleave": None}, tmp_path))
+
+
+STILL: list[tuple[str, Config]] = [
+    ("cohere2", {"layer_types": ["full_attention"] * 4}),
+    ("llama4-tempered", {"no_rope_layers": [0, 0], "layer_types": None}),
+    ("smollm3-layers", {"no_rope_layers": [0, 0, 0]}),
+]
+
+
+@pytest.mark.parametrize(("case", "changes"), STILL, ids=[case for case, _ in STILL])
+def test_a_config_in_which_no_layer_turns_may_still_say_how_they_would(case: str, changes: Config) -> None:
+    config = config_of(case) | changes
+    model = build(family(config["model_type"]), mlx_tformer.config.Config(config))
+    assert not any(isinstance(module, Rope) for module in model.modules())
 
 
 PATTERNS: list[tuple[str, Config]] = [

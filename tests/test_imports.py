@@ -1,11 +1,14 @@
 """What an import brings along: a program pays for what it uses."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import mlx_tformer as mt
+from mlx_tformer import nn
 
 HEAVY = ("numpy", "torch", "transformers", "tokenizers", "jinja2", "rich", "huggingface_hub", "matplotlib", "PIL")
 
@@ -33,3 +36,11 @@ def test_all_public_names_are_there() -> None:
     assert all(vars(mt).get(name, getattr(mt, name)) is not None for name in mt.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'generator'"):
         _ = mt.generator
+
+
+def test_the_parts_can_be_read_in_the_order_that_is_given() -> None:
+    folder, order = Path(nn.__path__[0]), re.findall(r"`(\w+)`", nn.__doc__ or "")
+    assert sorted([*order, "__init__"]) == sorted(file.stem for file in folder.glob("*.py"))
+    for at, name in enumerate(order):
+        needed = re.findall(r"^from \.(\w+) import", (folder / f"{name}.py").read_text(), re.MULTILINE)
+        assert set(needed) <= set(order[:at]), name

@@ -313,6 +313,18 @@ def test_ids_that_are_no_batch_of_integers_are_refused() -> None:
         refusal(UsageError, "expected integers of shape (B, L)", of=lambda ids=ids: lm(ids))
 
 
+@pytest.mark.parametrize("case", ["llama-mha", "mamba", "bert", "t5"])
+def test_what_are_no_ids_is_refused_in_a_line(case: str) -> None:
+    found: Any = mt.load(GOLDEN / case)
+    more = {"decoder_input_ids": [1]} if case == "t5" else {}
+    for ids in (None, 7, [1, "a"], [1.5], [[1, 2]], [10**30]):
+        refusal(UsageError, "expected a list of whole numbers", of=lambda ids=ids: found(ids, **more))
+    for ids in ([], mx.zeros((1, 0), mx.int32)):
+        refusal(UsageError, "ids: found none", of=lambda ids=ids: found(ids, **more))
+    refusal(UsageError, "ids: found a text; `tokens` makes ids", of=lambda: found("to be", **more))
+    assert found(np.array([1, 2]), **more).shape == found([1, 2], **more).shape
+
+
 # --- memory ---
 
 

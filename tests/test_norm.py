@@ -38,6 +38,16 @@ def test_a_shifted_norm_multiplies_by_one_more_than_its_weight(eps: float) -> No
     assert gap(ShiftedRMSNorm(12, eps)(X), RMSNorm(12, eps)(X)) == 0
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_shifted_norm_adds_the_one_before_it_rounds(dtype: mx.Dtype) -> None:
+    norm, x = shaken(ShiftedRMSNorm(12)), X.astype(dtype)
+    norm.set_dtype(dtype)
+    found = norm(x)
+    assert found.dtype == dtype
+    wide = rms(f64(x), norm.eps) * (1 + f64(norm.weight))
+    assert (np.abs(f64(found) - wide) <= 0.51 * mx.finfo(dtype).eps * np.abs(wide)).all()
+
+
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_a_unit_norm_has_no_weights(eps: float) -> None:
     norm = UnitRMSNorm(eps)

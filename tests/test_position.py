@@ -37,7 +37,8 @@ TABLES: list[dict[str, Any]] = json.loads((GOLDEN / "rope.json").read_text())
 
 def rope_of(table: dict[str, Any]) -> Rope:
     keys = ("rope_parameters", "max_position_embeddings")
-    return Config({"model_type": "llama"} | {key: table[key] for key in keys}).rope(table["head_dim"])
+    c = Config({"model_type": "phi"} | {key: table[key] for key in keys})
+    return c.taking({"partial_rotary_factor": 1.0}).rope(table["head_dim"])
 
 
 # --- scalings ---

@@ -16,7 +16,7 @@ import mlx_tformer as mt
 from mlx_tformer.errors import BadInput, InputOutputError, UsageError
 from mlx_tformer.generation import PromptCache
 from mlx_tformer.generation.prompt_cache import fingerprint
-from mlx_tformer.nn import LM, Cache, Keeping
+from mlx_tformer.nn import Keeping
 
 SIX = ["qwen3", "mistral-window", "mixtral", "deepseek_v3", "mamba2", "jamba"]
 KINDS = {"whole": {}, "packed": {"kv_bits": 8}, "bounded": {"kv_size": 6, "kv_keep": 1}}
@@ -29,20 +29,6 @@ def loaded(case: str) -> mt.LanguageModel:
 
 def written(lm: mt.LanguageModel, ids: list[int], memory: PromptCache | None = None, **settings: int) -> list[int]:
     return [step.token for step in lm.generate(ids, max_tokens=5, stop_at_end=False, memory=memory, **settings)]
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each pass of a model reads."""
-    counts = list[int]()
-    real = LM.hidden
-
-    def counted(self: LM, ids: mx.array, cache: Cache | None = None, **more: mx.array) -> mx.array:
-        counts.append(ids.shape[1])
-        return real(self, ids, cache, **more)
-
-    monkeypatch.setattr(LM, "hidden", counted)
-    return counts
 
 
 @pytest.mark.parametrize("case", SIX)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_tformer.families import family, known
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -32,3 +34,8 @@ def test_its_python_runs(snippet, capsys):
 @pytest.mark.parametrize("name", NAMED)
 def test_what_it_names_exists(name):
     assert (ROOT / name).exists()
+
+
+@pytest.mark.parametrize("name", known())
+def test_its_table_has_each_family_as_that_says_itself(name):
+    assert f"| `{name}` | {' '.join(family(name).about.split())} |" in PAGE

@@ -34,7 +34,7 @@ from mlx_tformer.nn import (
     watch,
 )
 from mlx_tformer.nn.delta import inverse
-from mlx_tformer.nn.ssm import Recurrent, StateSpace, scan
+from mlx_tformer.nn.ssm import CausalConv, Recurrent, StateSpace, scan
 from mlx_tformer.nn.tap import name_modules
 
 B, L, DIM = 2, 13, 24
@@ -171,6 +171,16 @@ def in_parts(layer: StateSpace, x: mx.array, sizes: list[int], left: mx.array | 
 
 
 # --- against the definition ---
+
+
+def test_a_convolution_in_16_bits_is_rounded_once() -> None:
+    conv, x = shaken(CausalConv(6, 4)), mx.random.normal((2, 9, 6), key=mx.random.key(6)).astype(mx.bfloat16)
+    conv.set_dtype(mx.bfloat16)
+    y, after = conv(x)
+    assert (y.dtype, after.dtype) == (mx.bfloat16, mx.bfloat16)
+    padded, weight = np.pad(f64(x), [(0, 0), (3, 0), (0, 0)]), f64(conv.weight)[:, 0].T
+    wide = np.stack([(padded[:, t : t + 4] * weight).sum(axis=1) for t in range(9)], axis=1) + f64(conv.bias)
+    assert (np.abs(f64(y) - wide) <= 0.51 * mx.finfo(mx.bfloat16).eps * np.abs(wide)).all()
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -208,3 +208,11 @@ def test_without_pillow_a_picture_of_the_right_size_is_read_and_others_say_what_
 def test_a_way_to_prepare_pictures_that_is_not_known_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=rf"preprocessor_config\.json: {next(iter(settings))}: found"):
         Preprocessor.read(settings, "x")
+
+
+def test_pixel_values_may_come_from_numpy_and_nothing_but_an_array_is_taken() -> None:
+    model, pixels = loaded(GOLDEN / "vit"), images("vit")
+    assert gap(model(np.array(pixels)), model(pixels)) == 0
+    for wrong in (None, "cat.png", object()):
+        with pytest.raises(UsageError, match=r"pixel_values: found a .*, expected an array"):
+            model(wrong)

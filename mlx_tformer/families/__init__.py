@@ -1,6 +1,8 @@
 """One short file a family: what it is made of (`model`), and what its weights are called (`names`).
 
-A file is named as the config's `model_type`, so adding a family is adding a file.
+A file is named as the config's `model_type`, so adding a family is adding a file: CONTRIBUTING.md goes through it. Read
+`llama` first, which most others build on, then `gpt2` (other names and norms), `mixtral` (experts) and `gemma3_text`
+(layers of two kinds).
 """
 
 import difflib

@@ -2,6 +2,7 @@
 
 from ..config import Config
 from ..nn import LM, Attention, Position, Window
+from ..settings import ROTARY
 from . import cohere, llama
 
 ABSENT = {**cohere.ABSENT, "rope_theta": 10000.0, "sliding_window": 4096}
@@ -16,6 +17,7 @@ def model(c: Config) -> LM:
     c.ignore(
         "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "layer_switch", "cache_implementation"
     )
+    c.ignore(*ROTARY)
     masks = c.masks(["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)])
 
     def attention(layer: int) -> Attention:

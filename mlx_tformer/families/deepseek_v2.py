@@ -61,6 +61,7 @@ def decoder(
     dim, act, count = c["hidden_size"], c.get("hidden_act", "silu"), c["n_routed_experts"]
     small = c["moe_intermediate_size"]
     c.ignore("head_dim", "qk_head_dim", "num_key_value_heads", "intermediate_size")
+    c.ignore("n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor")  # if all are dense
 
     def mlp(layer: int) -> Module:
         if layer < c["first_k_dense_replace"]:

@@ -22,6 +22,8 @@ ABSENT = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "rope_interleave": True,
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
@@ -30,6 +32,7 @@ ABSENT = {
 def model(c: Config) -> LM:
     groups = deepseek_v2.groups_of(c, best=2)
     c.expect(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc", ep_size=1)
+    c.expect(head_dim=c["qk_rope_head_dim"])  # the features that turn, as newer configs say again
     c.ignore("aux_loss_alpha", "seq_aux")
 
     def router() -> Router:
@@ -44,7 +47,7 @@ def model(c: Config) -> LM:
             correction=True,
         )
 
-    return deepseek_v2.decoder(c, router, interleaved=c.get("rope_interleave", True), drafts=drafts(c))
+    return deepseek_v2.decoder(c, router, interleaved=c.get("rope_interleave", False), drafts=drafts(c))
 
 
 def names(c: Config) -> Names:

@@ -7,7 +7,7 @@ from ..config import Config
 from ..names import ByGroup, Drop, Moved, Names, Same, first
 from ..nn import LM, Attention, Block, Embed, LayerNorm, Mlp, Parallel, Position, Residual, Stack
 from ..nn.position import alibi_slopes, places
-from ..settings import Other
+from ..settings import ROTARY, Other
 
 ABSENT = {
     "hidden_size": Other("n_embed"),
@@ -26,7 +26,7 @@ def model(c: Config) -> LM:
     c.expect(apply_residual_connection_post_layernorm=False, tie_word_embeddings=True)
     c.ignore("multi_query", "num_kv_heads")
     if alibi is not None:
-        c.ignore("rope_parameters", "rope_scaling", "rope_theta")
+        c.ignore(*ROTARY)
 
     def attention() -> Attention:
         position: Position = c.rope(head_dim) if alibi is None else alibi

@@ -1,5 +1,7 @@
 """gpt-oss: a learned sink in each head, a window in every other layer, experts with biases and a clamped gate."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from ..config import Config
@@ -34,14 +36,10 @@ ABSENT = {
 def model(c: Config) -> LM:
     dim, count, layers = c["hidden_size"], c["num_local_experts"], c["num_hidden_layers"]
     heads, kv_heads, head_dim = llama.head_sizes(c)
-    alpha, limit, bias = c["swiglu_alpha"], c["swiglu_limit"], c["attention_bias"]
+    bias = c["attention_bias"]
     masks = c.masks(["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)])
     c.expect(hidden_act="silu")
     c.ignore("initial_context_length", "experts_per_token", "attention_dropout")
-
-    def gate(gate: mx.array, up: mx.array) -> mx.array:
-        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
-        return (up + 1) * gate * mx.sigmoid(gate * alpha)
 
     def attention(layer: int) -> Attention:
         position = c.rope(head_dim)
@@ -49,9 +47,25 @@ def model(c: Config) -> LM:
 
     def mixture(layer: int) -> Mixture:
         router = Router(dim, count, c.chosen(count), score="none", after="softmax", bias=True)
-        return Mixture(router, Experts(dim, c["intermediate_size"], count, act=gate, bias=True))
+        act = ClampedGate(c["swiglu_alpha"], c["swiglu_limit"])
+        return Mixture(router, Experts(dim, c["intermediate_size"], count, act=act, bias=True))
 
     return llama.decoder(c, attention, mlp_of=mixture)
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """(up + 1) · gate · sigmoid(alpha · gate), where the gate is at most `limit` and up within ± `limit`."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
+        gate, up = mx.minimum(gate, self.limit), mx.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * mx.sigmoid(gate * self.alpha)
+
+    def __str__(self) -> str:
+        return f"gate · sigmoid({self.alpha:g} · gate) · (up + 1), clamped at {self.limit:g}"
 
 
 def names(c: Config) -> Names:

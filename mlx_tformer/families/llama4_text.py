@@ -8,6 +8,7 @@ from ..names import Moved, Names, Transposed, first, joined
 from ..nn import LM, Attention, Experts, GatedMlp, Mixture, Position, Rope, Router, UnitRMSNorm
 from ..nn.position import places
 from ..nn.tap import Module, tap
+from ..settings import ROTARY
 from . import llama
 
 ABSENT = {
@@ -59,10 +60,8 @@ class WeighedBefore(Mixture):
     """Experts whose input, not output, is multiplied by the weight."""
 
     def routed(self, x: mx.array, weights: mx.array, chosen: mx.array) -> mx.array:
-        top = chosen.shape[-1]
-        x = mx.repeat(x, top, axis=0) * weights.reshape(-1, 1).astype(x.dtype)  # (N * top, C)
-        said = mx.unflatten(self.experts(x, chosen.reshape(-1, 1))[:, 0], 0, (-1, top))  # (N, top, C)
-        return tap(self, "said", said).sum(axis=1)
+        weighed = x[:, None] * weights[..., None].astype(x.dtype)  # (N, top, C)
+        return tap(self, "said", self.experts(weighed, chosen)).sum(axis=1)
 
 
 def model(c: Config) -> LM:
@@ -75,7 +74,8 @@ def model(c: Config) -> LM:
         raise c.wrong("no_rope_layers", f"{layers} entries, one for each layer")
     chunked = c.get("attention_chunk_size") is not None
     masks = c.masks(["chunked_attention" if chunked and turns else "full_attention" for turns in turning])
-    c.ignore("intermediate_size", "intermediate_size_mlp")  # one of them is not needed where all layers are alike
+    # Not all of these are needed where all layers are alike.
+    c.ignore("intermediate_size", "intermediate_size_mlp", "num_experts_per_tok", "use_qk_norm", *ROTARY)
     c.ignore("router_jitter_noise", "for_llm_compressor", "attn_temperature_tuning", "attn_scale", "floor_scale")
 
     def position(layer: int) -> Position:

@@ -1,5 +1,7 @@
 """Mamba: nothing but selective state spaces, which need no positions and remember a state of fixed size."""
 
+from collections.abc import Callable
+
 from ..config import Config
 from ..names import Names, Same
 from ..nn import LM, Block, Embed, Mamba, Residual, RMSNorm, Stack
@@ -52,25 +54,32 @@ def model(c: Config) -> LM:
 
 
 def names(c: Config) -> Names:
+    # The first checkpoints call the embedding otherwise.
+    return backbone_names(c, mixer_names) | {"backbone.embedding": "embed.tokens"}
+
+
+def backbone_names(c: Config, of_mixer: Callable[[str, str], Names]) -> Names:
+    """The weights of a model whose layers are state spaces and nothing else, as `of_mixer` names each."""
     theirs, ours = "backbone.layers.{}", "decoder.layers.{}.mixer"
     return {
         "backbone.embeddings": "embed.tokens",
         f"{theirs}.norm": f"{ours}.pre",
-        **mixer_names(f"{theirs}.mixer", f"{ours}.op"),
+        **of_mixer(f"{theirs}.mixer", f"{ours}.op"),
         "backbone.norm_f": "decoder.norm",
         "lm_head": Same("embed.tokens") if llama.tied(c) else "head",
-        # As the first checkpoints call it.
-        "backbone.embedding": "embed.tokens",
     }
 
 
 def mixer_names(theirs: str, ours: str) -> Names:
     """The weights of one selective scan."""
+    return space_names(theirs, ours) | {f"{theirs}.x_proj": f"{ours}.select", f"{theirs}.dt_proj": f"{ours}.dt"}
+
+
+def space_names(theirs: str, ours: str) -> Names:
+    """The weights that state spaces of both kinds have."""
     return {
         f"{theirs}.in_proj": f"{ours}.into",
         f"{theirs}.conv1d": f"{ours}.conv",
-        f"{theirs}.x_proj": f"{ours}.select",
-        f"{theirs}.dt_proj": f"{ours}.dt",
         f"{theirs}.A_log": f"{ours}.a_log",
         f"{theirs}.D": f"{ours}.skip",
         f"{theirs}.out_proj": f"{ours}.out",

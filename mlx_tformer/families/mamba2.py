@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..config import Config
-from ..names import Names, Same
+from ..names import Names
 from ..nn import LM, Block, Embed, Mamba2, Residual, RMSNorm, Stack
 from . import llama, mamba
 
@@ -53,27 +53,13 @@ def model(c: Config) -> LM:
 
 
 def names(c: Config) -> Names:
-    theirs, ours = "backbone.layers.{}", "decoder.layers.{}.mixer"
-    return {
-        "backbone.embeddings": "embed.tokens",
-        f"{theirs}.norm": f"{ours}.pre",
-        **mixer_names(f"{theirs}.mixer", f"{ours}.op"),
-        "backbone.norm_f": "decoder.norm",
-        "lm_head": Same("embed.tokens") if llama.tied(c) else "head",
-    }
+    return mamba.backbone_names(c, mixer_names)
 
 
 def mixer_names(theirs: str, ours: str) -> Names:
     """The weights of one state space."""
-    return {
-        f"{theirs}.in_proj": f"{ours}.into",
-        f"{theirs}.conv1d": f"{ours}.conv",
-        f"{theirs}.dt_bias": f"{ours}.dt_bias",
-        f"{theirs}.A_log": f"{ours}.a_log",
-        f"{theirs}.D": f"{ours}.skip",
-        f"{theirs}.norm": f"{ours}.norm",
-        f"{theirs}.out_proj": f"{ours}.out",
-    }
+    own: Names = {f"{theirs}.dt_bias": f"{ours}.dt_bias", f"{theirs}.norm": f"{ours}.norm"}
+    return mamba.space_names(theirs, ours) | own
 
 
 def step_limits(c: Config) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from . import llama
 ABSENT = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 1.0,
     "rms_norm_eps": 1e-5,
 }
 

@@ -17,6 +17,8 @@ ABSENT = {
     "num_key_value_heads": 16,
     "shared_expert_intermediate_size": 5632,
 }
+EITHER = ("intermediate_size", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok")
+"""Settings of dense layers and of those with experts, which nobody reads where all layers are of the other kind."""
 
 
 def model(c: Config) -> LM:
@@ -29,13 +31,14 @@ def model(c: Config) -> LM:
             return GatedMlp(dim, c["intermediate_size"], act)
         return mixture(c, c["num_experts"], shared=GatedMlp(dim, shared, act), shared_gate=Linear(dim, 1, bias=False))
 
-    c.ignore("num_local_experts", "intermediate_size")
+    c.ignore("num_local_experts", *EITHER)
     return llama.decoder(c, lambda layer: llama.attention(c, bias=bias, out_bias=False, mask=masks[layer]), mlp_of=mlp)
 
 
 def sparse(c: Config, layer: int) -> bool:
     """True if a layer has experts."""
-    return layer not in c.get("mlp_only_layers", []) and (layer + 1) % c["decoder_sparse_step"] == 0
+    dense, step = c.get("mlp_only_layers", []), c["decoder_sparse_step"]
+    return layer not in dense and (layer + 1) % step == 0
 
 
 def mixture(c: Config, count: int, *, shared: Module | None = None, shared_gate: Linear | None = None) -> Mixture:

@@ -19,9 +19,9 @@ ABSENT = {
 
 
 def model(c: Config) -> LM:
-    bias, window = c.get("attention_bias", False), c["sliding_window"] if c["use_sliding_window"] else None
+    bias, window = c.get("attention_bias", False), c.get("sliding_window") if c["use_sliding_window"] else None
     mask = Causal() if window is None else Causal() & Window(window)
-    c.ignore("sliding_window", "max_window_layers", "intermediate_size")
+    c.ignore("sliding_window", "max_window_layers", "num_local_experts", *qwen2_moe.EITHER)
 
     def mlp(layer: int) -> Module:
         if qwen2_moe.sparse(c, layer):

@@ -34,7 +34,7 @@ MTP = "mtp.layers.0"
 def model(c: Config) -> LM:
     dim, kinds = c["hidden_size"], layer_kinds(c)
     c.expect(hidden_act="silu", use_sliding_window=False)
-    c.ignore("num_local_experts", "intermediate_size")
+    c.ignore("num_local_experts", *qwen2_moe.EITHER)
     attention(c), mixer(c)  # so that their settings are checked where no layer is of that kind as well
 
     def block(layer: int, attends: bool) -> Block:

@@ -2,6 +2,7 @@
 
 from ..config import Config
 from ..nn import LM, Attention, Position
+from ..settings import ROTARY
 from . import llama
 
 ABSENT = {
@@ -20,7 +21,7 @@ def model(c: Config) -> LM:
         raise c.wrong("no_rope_layers", f"{layers} entries, one for each layer")
     windowed = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
     masks = c.masks(["sliding_attention" if windowed and not turns else "full_attention" for turns in turning])
-    c.ignore("sliding_window", "max_window_layers")
+    c.ignore("sliding_window", "max_window_layers", *ROTARY)
 
     def attention(layer: int) -> Attention:
         position = None if turning[layer] else Position()

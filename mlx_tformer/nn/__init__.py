@@ -1,8 +1,8 @@
 """The parts that models are made of: one mechanism a file, on MLX arrays.
 
-Read in this order: `tap`, `spectator`, `mask`, `position`, `relative`, `cache`, `context`, `linear`, `attention`,
-`cross`, `latent`, `ssm`, `delta`, `linear_attention`, `lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`,
-`vision`, `seq2seq`.
+Read in this order, in which no file needs a later one: `tap`, `spectator`, `mask`, `position`, `relative`, `norm`,
+`keeping`, `cache`, `packed`, `context`, `linear`, `attention`, `cross`, `latent`, `ssm`, `delta`, `linear_attention`,
+`lsh`, `mlp`, `moe`, `block`, `draft`, `model`, `encoder`, `vision`, `seq2seq`.
 """
 
 from mlx.nn import Linear

@@ -6,7 +6,7 @@ The caller owns the cache and passes it in; a model keeps nothing itself.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -197,17 +197,35 @@ class WindowKV(KV):
     what is still there works.
     """
 
+    saved: ClassVar[tuple[str, ...]] = (*KV.saved, "lost")
+
     def __init__(self, size: int):
         super().__init__()
         self.size = size
+        self.lost = 0  # position of the first token that all rows have: some may have dropped more than others
 
     def _oldest_for(self, position: int) -> int:
         return max(position - self.size + 1, self.first)
 
     def trim(self, count: int) -> None:
-        if self.first and self.length - count - self.size + 1 < self.first:
+        if self._gone and self.length - count - self.size + 1 < self._gone:
             raise UsageError(f"cannot forget {count} tokens: a window of {self.size} has dropped what came before them")
         super().trim(count)
+
+    @property
+    def _gone(self) -> int:
+        """Tokens at the beginning that some row has dropped."""
+        return max(self.first, self.lost)
+
+    def join(self, others: Sequence[State]) -> None:
+        states = [self, *(other for other in others if isinstance(other, WindowKV))]
+        kept = [state.length - state._gone for state in states if state._gone]
+        super().join(others)
+        self.lost = self.length - min(kept) if kept else 0
+
+    def drop(self, count: int) -> None:
+        super().drop(count)
+        self.lost = max(self.lost - count, 0)
 
 
 def rounded(size: int, step: int) -> int:
@@ -352,7 +370,10 @@ class Cache:
         self.left = self.left if mx.any(self.left).item() else None
 
     def trim(self, count: int) -> None:
-        """Forget the last `count` tokens in every layer, or raise UsageError and forget nothing."""
+        """Forget the last `count` tokens in every layer, or raise UsageError and forget nothing: where what came before
+        them is gone, and where a row of the batch has fewer."""
+        if self.left is not None and count > (fewest := self.length - cast(int, self.left.max().item())):
+            raise UsageError(f"cannot forget {count} tokens: one text of the batch has {fewest}")
         done = []
         try:
             for state in self.states.values():

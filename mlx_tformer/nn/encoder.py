@@ -77,8 +77,8 @@ def pooled(hidden: mx.array, mask: mx.array | None, pool: str) -> mx.array:
     real = mx.ones(hidden.shape[:2], dtype=mx.bool_) if mask is None else mask.astype(mx.bool_)
     places = mx.arange(real.shape[1])
     if pool == "mean":
-        weights = real[..., None].astype(hidden.dtype)
-        return mx.where(real[..., None], hidden, 0).sum(axis=1) / weights.sum(axis=1)
+        total = mx.where(real[..., None], hidden.astype(mx.float32), 0).sum(axis=1)  # may be more than float16 holds
+        return (total / real.sum(axis=1, keepdims=True)).astype(hidden.dtype)
     at = mx.argmax(real, axis=1) if pool == "cls" else mx.max(mx.where(real, places, 0), axis=1)
     return mx.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
 

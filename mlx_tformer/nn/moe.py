@@ -174,12 +174,15 @@ class Feedforwards(Module, ABC):
     count: int
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """x (N, C) and the experts chosen for each token (N, top) -> what each of them says, (N, top, C)."""
-        top, expert = chosen.shape[-1], chosen.flatten()
+        """x (N, C), or for each of its experts (N, top, C), and the experts chosen for each token (N, top) -> what each
+        of them says, (N, top, C)."""
+        top, expert, alike = chosen.shape[-1], chosen.flatten(), x.ndim == 2
+        x = x if alike else x.flatten(0, 1)
         if expert.size < SORTED_FROM * self.count:
-            return mx.unflatten(self._rows(mx.repeat(x, top, axis=0), expert, top, None), 0, (-1, top))
+            rows = mx.repeat(x, top, axis=0) if alike else x
+            return mx.unflatten(self._rows(rows, expert, top, None), 0, (-1, top))
         order = mx.argsort(expert)
-        y = self._rows(x[order // top], expert[order], top, order)
+        y = self._rows(x[order // top] if alike else x[order], expert[order], top, order)
         return mx.unflatten(y[mx.argsort(order)], 0, (-1, top))
 
     @abstractmethod

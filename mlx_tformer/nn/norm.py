@@ -17,7 +17,8 @@ class ShiftedRMSNorm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, 1 + self.weight, self.eps)
+        # Rounded to 16 bits, 1 + weight would lose most of a small weight.
+        return mx.fast.rms_norm(x, 1 + self.weight.astype(mx.float32), self.eps).astype(x.dtype)
 
 
 class UnitRMSNorm(nn.Module):

@@ -76,10 +76,12 @@ class CausalConv(Module):
         if before is None:
             before = mx.zeros((x.shape[0], self.size - 1, x.shape[2]), x.dtype)
         x = mx.concatenate([before, x], axis=1)  # (B, size - 1 + L, C)
-        parts = [self.weight[:, 0, i] * x[:, i : i + length] for i in range(self.size)]
+        weight = self.weight.astype(mx.float32)  # so that the sum is rounded once
+        parts = [weight[:, 0, i] * x[:, i : i + length] for i in range(self.size)]
         y = sum(parts[1:], parts[0])
+        y = y + self.bias if self.has_bias else y
         # Copied, or the state would hold the whole text.
-        return (y + self.bias if self.has_bias else y), mx.contiguous(x[:, length:])
+        return y.astype(x.dtype), mx.contiguous(x[:, length:])
 
 
 class StateSpace(Stateful):

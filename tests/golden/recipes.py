@@ -501,4 +501,15 @@ ROPES: dict[str, tuple[int, int, Settings]] = {
             "partial_rotary_factor": 0.25,
         },
     ),
+    "longrope odd": (
+        12,
+        128,
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1],
+            "long_factor": [1.5, 3.0],
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
 }
