@@ -36,6 +36,8 @@ COMPANIONS = (
     "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "source.spm",
+    "target.spm",
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",

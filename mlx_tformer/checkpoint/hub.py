@@ -32,7 +32,16 @@ PICKLE = "pytorch_model.bin"
 SMALL = (
     *(CONFIG, "generation_config.json", "conversion.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *(
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "source.spm",
+        "target.spm",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
     *("preprocessor_config.json", *sentences.FILES),
 )
 TEMPLATES = "additional_chat_templates"

@@ -1,4 +1,4 @@
-"""Marian (opus-mt): translation between two languages; post-norm, with computed positions and a bias on the logits."""
+"""Marian (opus-mt): translation between two languages; post-norm, with computed positions and a bias on the logits; text by its `source.spm`."""
 
 from ..config import Config
 from ..names import Names, Same

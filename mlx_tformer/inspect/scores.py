@@ -101,10 +101,9 @@ def head_scores(
     """How much each head looks at what its kind looks at: the mean weight of its pattern there, 0 to 1.
 
     Texts are the model's first token, `length` random ones and the same again, one for each seed; None: 64, or as many
-    as the model has positions for. induction: what came
-    after the same token before (Olsson et al. 2022, arXiv 2209.11895); duplicate: the same token before; previous,
-    next, current: by place; sink: the first token, and what learned sinks take; local: the last 4 tokens. No pattern is
-    kept: each layer's is measured and let go.
+    as the model has positions for. induction: what came after the same token before (Olsson et al. 2022, arXiv
+    2209.11895); duplicate: the same token before; previous, next, current: by place; sink: the first token, and what
+    learned sinks take; local: the last 4 tokens. No pattern is kept: each layer's is measured and let go.
 
     Raises UsageError for kinds that there are none of, and for texts that the model has no positions for.
 

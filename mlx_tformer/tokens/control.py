@@ -28,8 +28,8 @@ DEEP = 50
 class ControlTokens:
     """The special tokens of a tokenizer, and the means to keep them out of a text."""
 
-    def __init__(self, backend: "Backend"):
-        self.backend = backend
+    def __init__(self, backend: "Backend", copy: "Callable[[], Backend]"):
+        self.backend, self._copy = backend, copy
         added = backend.get_added_tokens_decoder()
         self.tokens: list[tuple[int, AddedToken]] = [(i, t) for i, t in added.items() if t.special and t.content]
         self.numbers = {token.content: number for number, (_, token) in enumerate(self.tokens)}
@@ -68,11 +68,9 @@ class ControlTokens:
 
     def _plain_backend(self, base: int) -> "Backend":
         """The second tokenizer, made when it is first needed."""
-        from tokenizers import Tokenizer as Backend
-
         with self._lock:
             if base not in self._plain:
-                plain = Backend.from_str(self.backend.to_str())
+                plain = self._copy()
                 plain.encode_special_tokens = True
                 plain.add_tokens([self._stand_in(token, chr(base + n)) for n, (_, token) in enumerate(self.tokens)])
                 self._plain = {base: plain}

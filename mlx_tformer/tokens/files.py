@@ -9,13 +9,14 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput, MlxTformerError
+from .sentencepiece import Cut, read_pieces
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -25,7 +26,8 @@ JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 OTHERS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "vocab.txt")
 """Vocabularies that only other programs read."""
-KNOWN = (JSON, CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", *OTHERS)
+SOURCE = "source.spm"
+KNOWN = (JSON, CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", SOURCE, *OTHERS)
 LFS = b"version https://git-lfs.github.com/spec"
 GROWTH = 64
 """How many times longer a tokenizer's normalizer may make a text. Those in use make it at most three times as long."""
@@ -34,7 +36,7 @@ SPARE = 100_000
 GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
 GPT2_MODELS = ("gpt2", "gpt_neo", "gptj", "opt")
 
-_STDERR = threading.Lock()
+_STDERR = threading.RLock()  # a copy of a tokenizer is made while another one is at work
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Loaded:
     """What errors name."""
     names: dict[str, str]
     """`bos_token` and its like -> the token."""
+    copy: "Callable[[], Backend]"
+    """Makes another such object."""
     templates: dict[str, str] = field(default_factory=dict)
     template_file: str = CONFIG
     clean_up: bool = False
@@ -76,21 +80,18 @@ def load(files: Mapping[str, bytes], origin: str) -> Loaded | None:
     if not present:
         return None
     reader = _Reader(files, origin)
-    if JSON in files:
-        backend = reader.tokenizer_json()
-    elif "vocab.json" in files and "merges.txt" in files:
-        backend = reader.gpt2()
-    else:
-        problem = f"not found, beside {', '.join(present)}; transformers' save_pretrained writes one"
-        raise BadInput(problem, file=reader.where(JSON))
-    reader.check(backend)
-    names = reader.name_tokens(backend)
-    if JSON not in files:
-        reader.surround(backend, names)
+    backend, names = reader.made(present)
     clean_up = reader.config.get("clean_up_tokenization_spaces") is True and type(backend.model).__name__ != "BPE"
     templates, template_file = reader.templates()
     return Loaded(
-        backend, reader.size(backend), reader.where(JSON), names, templates, reader.where(template_file), clean_up
+        backend,
+        reader.size(backend),
+        reader.where(JSON),
+        names,
+        lambda: reader.made(present)[0],
+        templates,
+        reader.where(template_file),
+        clean_up,
     )
 
 
@@ -107,6 +108,23 @@ class _Reader:
         # Since version 4.34 transformers writes everything into the one config; older folders spread it.
         if "added_tokens_decoder" not in self.config:
             self.config |= self.object("special_tokens_map.json")
+
+    def made(self, present: Sequence[str]) -> "tuple[Backend, dict[str, str]]":
+        """The `tokenizers` object, and the tokens that have names."""
+        if JSON in self.files:
+            backend = self.tokenizer_json()
+        elif "vocab.json" in self.files and "merges.txt" in self.files:
+            backend = self.gpt2()
+        elif "vocab.json" in self.files and SOURCE in self.files:
+            backend = self.marian()
+        else:
+            problem = f"not found, beside {', '.join(present)}; transformers' save_pretrained writes one"
+            raise BadInput(problem, file=self.where(JSON))
+        self.check(backend)
+        names = self.name_tokens(backend)
+        if JSON not in self.files:
+            self.surround(backend, names)
+        return backend, names
 
     def where(self, name: str) -> str:
         """A file's name for an error."""
@@ -185,6 +203,31 @@ class _Reader:
         for name in ("bos_token", "eos_token", "unk_token"):
             if "<|endoftext|>" in vocab:
                 self.config.setdefault(name, "<|endoftext|>")
+        return backend
+
+    def marian(self) -> "Backend":
+        """The tokenizer of Marian's folders: source.spm cuts a text, and vocab.json has the ids of its pieces."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        if self.config.get("separate_vocabs") is True:
+            problem = "found true, and a source and a text with ids of their own are not read"
+            raise BadInput(problem, file=self.where(CONFIG), field="separate_vocabs")
+        pieces, vocab = read_pieces(self.files[SOURCE], self.where(SOURCE)), self.ids("vocab.json")
+        for name, token in {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}.items():
+            self.config.setdefault(name, token)
+        self.config.setdefault("add_eos_token", True)
+        unknown = _content(self.config["unk_token"])
+        if unknown not in vocab:
+            raise BadInput(f"found no {unknown!r}, which stands for unknown pieces", file=self.where("vocab.json"))
+        with understood(self.where(SOURCE), quiet=True):
+            backend = Backend(models.WordLevel(vocab, unk_token=unknown))
+            backend.normalizer = pieces.normalizer()
+            backend.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Cut(pieces.cutter()))
+        backend.decoder = decoders.Metaspace()
+        # What a text begins with where a model writes several languages: ">>fra<<".
+        codes = [token for token in vocab if token.startswith(">>") and token.endswith("<<")]
+        backend.add_tokens([AddedToken(code, normalized=False) for code in codes])
         return backend
 
     def _merges(self) -> Iterator[tuple[str, str]]:

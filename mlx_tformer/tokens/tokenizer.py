@@ -44,6 +44,7 @@ class Tokenizer:
         self.files: dict[str, bytes] = {}
         """What stands beside the weights, with the tokenizer's own files, name -> content."""
         self._backend: Backend = loaded.backend
+        self._copy = loaded.copy
         self._where = loaded.where
         self.size = loaded.size
         self._names = loaded.names
@@ -219,7 +220,7 @@ class Tokenizer:
 
     @cached_property
     def _control(self) -> ControlTokens:
-        return ControlTokens(self._backend)
+        return ControlTokens(self._backend, self._copy)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token that is written so in the vocabulary, or None."""
