@@ -98,7 +98,8 @@ def test_no_prompt_on_a_terminal_teaches(monkeypatch: pytest.MonkeyPatch) -> Non
             return True
 
     monkeypatch.setattr(generate.sys, "stdin", Terminal())
-    with pytest.raises(generate.click.UsageError, match=r'mlx-tformer generate "ROMEO:"'):
+    asked = generate.click.Context(generate.command, info_name="mlx-tformer generate").scope()
+    with asked, pytest.raises(generate.click.UsageError, match=r'mlx-tformer generate "ROMEO:"'):
         generate.prompt_text(None)
 
 

@@ -1,4 +1,5 @@
-"""Marian (opus-mt): translation between two languages; post-norm, with computed positions and a bias on the logits; text by its `source.spm`."""
+"""Marian (opus-mt): translation between two languages; post-norm, computed positions, a bias on the logits; text by its
+`source.spm`."""
 
 from ..config import Config
 from ..names import Names, Same

@@ -1,7 +1,7 @@
 """The seam for watchers: every activation with a name passes through `tap` on its way.
 
 A module offers its activations with `tap(self, "pattern", value)`. Nobody listens most of the time, and then a tap
-is one look at a context variable: it adds no node to the graph and changes nothing. A watcher is told the path of
+is one look at a number: it adds no node to the graph and changes nothing. A watcher is told the path of
 the activation (`decoder.layers.3.attn.op.pattern`) and may put another value in its place.
 """
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from threading import Lock
 from typing import Generic, TypeVar
 
 import mlx.core as mx
@@ -67,16 +68,22 @@ class Watcher:
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 _listening = _watchers.get  # looked up once and not for every activation
+_blocks = 0
+"""In how many blocks, of all threads, somebody watches: while there is none, an activation costs one look at this."""
+_counting = Lock()
 
 
 def wanted(module: Module, name: str) -> bool:
     """True if somebody watches this activation; asked before computing one that is not needed otherwise."""
-    watchers = _listening()  # most of the time there are none, and then a generator would cost more than the rest
-    return bool(watchers) and any(watcher.wants(module, f"{module.path}.{name}") for watcher in watchers)
+    if not _blocks:
+        return False
+    return any(watcher.wants(module, f"{module.path}.{name}") for watcher in _listening())
 
 
 def tap(module: Module, name: str, value: mx.array) -> mx.array:
     """Offer an activation to the watchers; returns it, or what a watcher put in its place."""
+    if not _blocks:
+        return value
     for watcher in _listening():
         path = f"{module.path}.{name}"
         if watcher.wants(module, path):
@@ -91,14 +98,26 @@ def watching() -> tuple[Watcher, ...]:
 
 
 @contextmanager
+def _heard_by(watchers: tuple[Watcher, ...]) -> Iterator[None]:
+    """These are the watchers of what runs in the block."""
+    global _blocks
+    with _counting:
+        _blocks += 1
+    token = _watchers.set(watchers)
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+        with _counting:
+            _blocks -= 1
+
+
+@contextmanager
 def recorded(watchers: tuple[Watcher, ...]) -> Iterator[dict[str, mx.array]]:
     """What these watchers would see of the block, by path; they are not called, and nobody else is."""
     found: dict[str, mx.array] = {}
-    token = _watchers.set(tuple(replace(watcher, see=found.__setitem__, last=False) for watcher in watchers))
-    try:
+    with _heard_by(tuple(replace(watcher, see=found.__setitem__, last=False) for watcher in watchers)):
         yield found
-    finally:
-        _watchers.reset(token)
 
 
 @contextmanager
@@ -124,18 +143,12 @@ def watch(
     """
     own = None if of is None else frozenset(map(id, of.modules()))
     every = (*_watchers.get(), Watcher(pattern, see, last, own))
-    token = _watchers.set(tuple(sorted(every, key=lambda watcher: watcher.last)))
-    try:
+    with _heard_by(tuple(sorted(every, key=lambda watcher: watcher.last))):
         yield
-    finally:
-        _watchers.reset(token)
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Nobody watches what runs in the block."""
-    token = _watchers.set(())
-    try:
+    with _heard_by(()):
         yield
-    finally:
-        _watchers.reset(token)
