@@ -168,14 +168,18 @@ def config_of(kind: Family, sizes: Mapping[str, Any], parts: Parts) -> Config:
     trial = Config({"model_type": kind.name, **values}, "sizes", parts)
     tried = kind.model(trial)
     context = tried.context if isinstance(tried, LM | Encoder | Seq2Seq) else None
-    _check(kind, sizes, trial.used)
+    beside = ["initializer_range", *(["decoder_start_token_id"] if isinstance(tried, Seq2Seq) else [])]
+    _check(kind, sizes, {*trial.used, *beside})
     kept = {key: value for key, value in values.items() if key in trial.used}
     if context is not None:  # some have positions that no text reaches
         kept |= {key: 2 * kept[key] - context for key in SIZES["context"].keys if key in kept}
+    if isinstance(tried, Seq2Seq):
+        start = kind.absent.get("decoder_start_token_id")
+        own.setdefault("decoder_start_token_id", start if start is not None and start < tried.target_vocab else 0)
     aliases = {other.key for key, other in kind.absent.items() if isinstance(other, Other) and key in kept}
-    beside = {key: value for key, value in own.items() if key == "initializer_range"}
     kept = {key: value for key, value in kept.items() if key not in aliases}
-    return Config({"model_type": kind.name, **kept, **beside}, "sizes", parts)
+    kept |= {key: own[key] for key in beside if key in own}
+    return Config({"model_type": kind.name, **kept}, "sizes", parts)
 
 
 def _told_apart(sizes: Mapping[str, Any]) -> tuple[Values, Values]:
@@ -209,7 +213,7 @@ def _check(kind: Family, sizes: Mapping[str, Any], used: set[str]) -> None:
     """Raise UsageError for a size or a key that the family does not read."""
     there = [size for size, entry in SIZES.items() if used & set(entry.keys)]
     for key in sizes:
-        if key not in there and key not in used and key != "initializer_range":
+        if key not in there and key not in used:
             near = difflib.get_close_matches(key, there, n=len(there), cutoff=0.0)
             expected = f"{', '.join(near[:-1])} or {near[-1]}, or a key of its configs"
             raise UsageError(f"{key}: {kind.name} has no such size, expected {expected}")

@@ -181,3 +181,12 @@ def test_a_folder_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     mt.save(made("gpt2"), tmp_path / "model")
     with pytest.raises(mt.InputOutputError, match="not empty"):
         mt.save(made("gpt2"), tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", [name for name in known() if isinstance(mt.build(name), Seq2SeqModel)])
+def test_encoder_decoders_of_a_small_vocabulary_write(name: str) -> None:
+    model = mt.build(name, vocab=60)
+    assert isinstance(model, Seq2SeqModel)
+    assert len(list(model.generate(mx.array([[5, 6, 7]]), max_tokens=3, stop_at_end=False))) == 3
+    started = mt.build(name, vocab=60, decoder_start_token_id=5)
+    assert isinstance(started, Seq2SeqModel) and started.rules.start == 5
