@@ -48,6 +48,28 @@ def test_a_shifted_norm_adds_the_one_before_it_rounds(dtype: mx.Dtype) -> None:
     assert (np.abs(f64(found) - wide) <= 0.51 * mx.finfo(dtype).eps * np.abs(wide)).all()
 
 
+def test_a_shifted_norm_follows_its_weight() -> None:
+    norm = shaken(ShiftedRMSNorm(12))
+    before, weight = norm(X), norm.weight
+    assert [*norm.parameters()] == ["weight"]
+    norm.weight = 2 * weight
+    assert gap(norm(X), before) > 0.01
+    norm.update({"weight": weight})
+    assert gap(norm(X), before) == 0
+
+    def loss(weights: dict[str, Array]) -> Array:
+        norm.update(weights)
+        return norm(X).square().sum()
+
+    gradient = mx.grad(loss)({"weight": weight})["weight"]
+    step = mx.zeros_like(weight)
+    step[3] = 1e-2
+    moved = [loss({"weight": weight + sign * step}) for sign in (1, -1)]
+    assert gradient[3].item() == pytest.approx((moved[0] - moved[1]).item() / 2e-2, rel=1e-2)
+    norm.update({"weight": weight})
+    assert gap(mx.compile(norm)(X), before) < 1e-5 and gap(norm(X), before) == 0
+
+
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_a_unit_norm_has_no_weights(eps: float) -> None:
     norm = UnitRMSNorm(eps)

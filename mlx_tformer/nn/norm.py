@@ -15,10 +15,17 @@ class ShiftedRMSNorm(nn.Module):
         super().__init__()
         self.weight = mx.zeros((dim,))
         self.eps = eps
+        self._shifted: tuple[mx.array, mx.array] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        # Rounded to 16 bits, 1 + weight would lose most of a small weight.
-        return mx.fast.rms_norm(x, 1 + self.weight.astype(mx.float32), self.eps).astype(x.dtype)
+        return mx.fast.rms_norm(x, self._factor(), self.eps).astype(x.dtype)
+
+    def _factor(self) -> mx.array:
+        """1 + weight in float32, since rounded to 16 bits it would lose most of a small weight. It is made once for a
+        weight, and not in every step."""
+        if self._shifted is None or self._shifted[0] is not self.weight:
+            self._shifted = self.weight, 1 + self.weight.astype(mx.float32)
+        return self._shifted[1]
 
 
 class UnitRMSNorm(nn.Module):
