@@ -1,18 +1,20 @@
 """Make a small SentencePiece vocabulary as Marian's folders have it, and ask transformers for the answers.
 
-Run with Python that has `transformers` (5.24 was used), `sentencepiece` and `sacremoses` not: `python
-tests/data/marian/make.py`. The vocabulary lacks some of the pieces, and has others that only the target's side has.
+Run with Python that has `transformers` (5.24 was used) and `sentencepiece`, without `sacremoses`, which would change
+punctuation: `python tests/data/marian/make.py`. The vocabulary lacks some of the pieces, and has others that only the
+target's side has.
 """
 
 import gzip
 import io
 import json
+from os import chdir
 from pathlib import Path
 
 import sentencepiece
 from transformers import MarianTokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 WORDS = gzip.decompress((HERE.parent / "shakespeare_words.txt.gz").read_bytes()).decode().split()
 RULES = "C0\t41\n9\t20\nA0\t20\nA\t20\nFF21\t41\nFB01\t66 69\n2026\t2E 2E 2E\n"
 TEXTS = [
@@ -34,19 +36,20 @@ TEXTS = [
 
 
 def main() -> None:
-    (HERE / "rules.tsv").write_text(RULES)
+    chdir(HERE)
+    Path("rules.tsv").write_text(RULES)
     lines = [" ".join(WORDS[i : i + 9]) for i in range(0, len(WORDS) - 9, 9)]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_writer=model,
         vocab_size=400,
-        normalization_rule_tsv=str(HERE / "rules.tsv"),
+        normalization_rule_tsv="rules.tsv",  # a bare name, since the vocabulary remembers it
         character_coverage=0.999,
         num_threads=1,
         minloglevel=2,
     )
-    (HERE / "rules.tsv").unlink()
+    Path("rules.tsv").unlink()
     for name in ("source.spm", "target.spm"):
         (HERE / name).write_bytes(model.getvalue())
     known = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
