@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
 import pytest
 from hypothesis import settings
 from registry import joined_file, package_file
 
-import mlx_tformer as mt
+import mlx_tformer as mt  # before mlx.core, for a fast BLAS: so nothing above may import that
 from mlx_tformer.nn import LM, Cache
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from playwright.sync_api import Browser
 
 MINILM = {
@@ -84,7 +84,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts = list[int]()
     real = LM.hidden
 
-    def counted(self: LM, ids: mx.array, cache: Cache | None = None, **more: mx.array) -> mx.array:
+    def counted(self: LM, ids: "mx.array", cache: Cache | None = None, **more: "mx.array") -> "mx.array":
         counts.append(ids.shape[1])
         return real(self, ids, cache, **more)
 

@@ -249,7 +249,7 @@ class Terminal:
         os.write(self.handle, text.encode())
 
     def wait_for(self, text: str) -> None:
-        end = time.monotonic() + 180  # a loaded machine takes its time
+        end = time.monotonic() + 60
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
             if select.select([self.handle], [], [], 0.2)[0]:

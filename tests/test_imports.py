@@ -1,5 +1,7 @@
 """What an import brings along: a program pays for what it uses."""
 
+import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -44,3 +46,12 @@ def test_the_parts_can_be_read_in_the_order_that_is_given() -> None:
     for at, name in enumerate(order):
         needed = re.findall(r"^from \.(\w+) import", (folder / f"{name}.py").read_text(), re.MULTILINE)
         assert set(needed) <= set(order[:at]), name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="MLX brings a fast BLAS here")
+def test_these_tests_run_on_the_fast_blas_if_there_is_one() -> None:
+    """What comes before `mlx_tformer` must not import mlx.core, after which it is too late."""
+    program = "from mlx_tformer.blas import preload; print(preload())"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    if found != "None":
+        ctypes.CDLL(found, mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # raises OSError for one that is not loaded
